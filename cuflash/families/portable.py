@@ -1,0 +1,211 @@
+"""The portable family: mma.sync kernels for every GPU from compute capability 7.5 on, all dtypes, all strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
+
+NAME = "portable"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one block cuts the problem: kBlockM queries, kBlockN keys, warps, ring stages, blocks wanted on an SM."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int = 1
+    slices: int = 1  # blocks that share the rows and divide the columns of the results
+
+
+# Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's shared memory is
+# taken. Those of the first rows were measured (bench/tune.py); the ones after them serve smaller shared memories.
+FORWARD_TILES = {
+    (2, 64): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1)),
+    (2, 128): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+    (2, 256): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
+    (4, 64): (Tile(64, 64, 4, 2, 2), Tile(64, 32, 4, 1)),
+    (4, 128): (Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 1), Tile(32, 32, 2, 1)),
+    (4, 256): (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+    (8, 64): (Tile(64, 32, 4, 2, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    (8, 128): (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
+    (8, 256): (Tile(64, 16, 4, 1, 1, 2), Tile(32, 16, 2, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
+}
+
+BACKWARD_TILES = {
+    (2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 1)),
+    (2, 128): (Tile(64, 64, 4, 2, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
+    (2, 256): (Tile(32, 64, 4, 2, 1, 2), Tile(32, 32, 2, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
+    (4, 64): (Tile(32, 64, 4, 2), Tile(32, 32, 2, 1), Tile(16, 16, 1, 1)),
+    (4, 128): (Tile(32, 64, 4, 2), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
+    (4, 256): (Tile(16, 64, 4, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+    (8, 64): (Tile(32, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
+    (8, 128): (Tile(16, 64, 4, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
+    (8, 256): (Tile(16, 32, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+}
+
+
+def reject(problem, device) -> str | None:
+    """Why this family cannot run the problem, or None."""
+    if device.capability < 75:
+        return f"it needs compute capability 7.5, the device has {device.capability / 10}"
+    return None
+
+
+def _padded(head_dim: int) -> int:
+    return round_up(head_dim, 16)
+
+
+def _sliced(head_dim: int, slices: int) -> int:
+    """Columns of one slice."""
+    return round_up(-(-head_dim // slices), 16)
+
+
+def _rows(table, problem):
+    widest = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
+    limit = next(d for d in (64, 128, 256) if widest <= d)
+    return table[ITEM_BYTES[problem.dtype], limit]
+
+
+def _first_fit(tiles, smem, device, what):
+    for tile in tiles:
+        if smem(tile) <= device.smem_per_block:
+            return tile
+    raise NotImplementedError(
+        f"{what} needs {smem(tiles[-1])} bytes of shared memory a block, the device has {device.smem_per_block}")
+
+
+def forward_smem(problem, tile: Tile, stats: bool) -> int:
+    """Bytes of shared memory of fwd_portable.cu: the ring, or the staged output that takes its place."""
+    item = ITEM_BYTES[problem.dtype]
+    head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile.slices)
+    stage = tile_bytes(tile.block_n, head_dim, item) + (0 if stats else tile_bytes(tile.block_n, head_dim_v, item))
+    inputs = tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
+    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item))
+
+
+def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
+    """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics, and dS^T."""
+    item = ITEM_BYTES[problem.dtype]
+    head_dim = tile.slices * _sliced(problem.head_dim, tile.slices)
+    head_dim_v = tile.slices * _sliced(problem.head_dim_v, tile.slices)
+    keys = tile_bytes(tile.block_n, head_dim, item) + tile_bytes(tile.block_n, head_dim_v, item)
+    stage = tile_bytes(tile.block_m, head_dim, item) + tile_bytes(tile.block_m, head_dim_v, item)
+    stage += tile_bytes(3, tile.block_m, max(item, 4))
+    return keys + tile.stages * stage + (tile_bytes(tile.block_n, tile.block_m, item) if need_dq else 0)
+
+
+def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:
+    """How the warps divide dQ, (along queries, along the head dimension): as many as fit, then the fewest bytes read."""
+    options = [
+        (-m * d, d * tile.block_m + m * slice_dim, m, d)
+        for m in range(1, tile.warps + 1) for d in range(1, tile.warps // m + 1)
+        if tile.block_m % (16 * m) == 0 and slice_dim % (16 * d) == 0
+    ]
+    return min(options)[2:]
+
+
+def _blocks_per_sm(tile: Tile, smem: int, device) -> int:
+    return max(1, min(tile.blocks_per_sm, device.smem_per_sm // (smem + 1024)))
+
+
+def _common(problem):
+    sign = (problem.scale > 0) - (problem.scale < 0)
+    return [
+        ("Element", CPP_TYPES[problem.dtype]),
+        ("kTf32", problem.precision == "tf32"),
+        ("kScaleSign", sign),
+        ("kBand", problem.band is not None),
+    ]
+
+
+def _tile_constants(tile: Tile, smem: int, device):
+    return [
+        ("kSlices", tile.slices),
+        ("kBlockM", tile.block_m),
+        ("kBlockN", tile.block_n),
+        ("kWarps", tile.warps),
+        ("kStages", tile.stages),
+        ("kBlocksPerSm", _blocks_per_sm(tile, smem, device)),
+        ("kSmemBytes", smem),
+    ]
+
+
+def forward_plan(problem, device, access, *, lse: bool, stats: bool = False, tile: Tile | None = None) -> Plan:
+    """The plan of fwd_portable.cu. With ``stats`` the pass that refines row statistics for backward."""
+    if tile is None:
+        tile = _first_fit(_rows(FORWARD_TILES, problem), lambda t: forward_smem(problem, t, stats), device,
+                          f"forward in {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
+                          f"{problem.head_dim_v}")
+    smem = forward_smem(problem, tile, stats)
+    constants = _common(problem) + [
+        ("kHeadDim", _padded(problem.head_dim)),
+        ("kHeadDimV", _sliced(problem.head_dim_v, tile.slices)),
+        *_tile_constants(tile, smem, device),
+        ("kCopyBytes", access.load_bytes),
+        ("kStoreBytes", access.store_bytes),
+        ("kLse", lse and not stats),
+        ("kStats", stats),
+    ]
+    return Plan("fwd_portable", "forward", 32 * tile.warps, smem, tuple(constants))
+
+
+def backward_plan(problem, device, access, *, need_dq: bool, need_dkv: bool, deterministic: bool,
+                  tile: Tile | None = None) -> Plan:
+    """The plan of bwd_portable.cu."""
+    if tile is None:
+        tile = _first_fit(_rows(BACKWARD_TILES, problem), lambda t: backward_smem(problem, t, need_dq), device,
+                          f"backward in {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
+                          f"{problem.head_dim_v}")
+    smem = backward_smem(problem, tile, need_dq)
+    slice_dim = _sliced(problem.head_dim, tile.slices)
+    slice_dim_v = _sliced(problem.head_dim_v, tile.slices)
+    along_m, along_d = _dq_warps(tile, slice_dim)
+    constants = _common(problem) + [
+        ("kHeadDim", tile.slices * slice_dim),
+        ("kHeadDimV", tile.slices * slice_dim_v),
+        ("kSliceDim", slice_dim),
+        ("kSliceDimV", slice_dim_v),
+        *_tile_constants(tile, smem, device),
+        ("kDqWarpsM", along_m),
+        ("kDqWarpsD", along_d),
+        ("kAccumTiles", tile.slices * slice_dim // 8),
+        ("kAccumVector", _accum_vector(problem, device)),
+        ("kCopyBytes", access.load_bytes),
+        ("kStoreBytes", access.store_bytes),
+        ("kNeedDq", need_dq),
+        ("kNeedDkv", need_dkv),
+        ("kDeterministic", deterministic),
+    ]
+    return Plan("bwd_portable", "backward", 32 * tile.warps, smem, tuple(constants))
+
+
+def _accum_vector(problem, device) -> bool:
+    """Whether four neighbours are added by one instruction: sm_90's red.v4.f32."""
+    return device.capability >= 90 and problem.dtype != "float64"
+
+
+def delta_plan(problem, *, vector: bool, dlse: bool) -> Plan:
+    """The plan of delta.cu."""
+    constants = (
+        ("Element", CPP_TYPES[problem.dtype]), ("kWarps", 4), ("kBlockRows", 32), ("kVector", vector), ("kDlse", dlse),
+    )
+    return Plan("delta", "delta", 128, 0, constants)
+
+
+def cast_plan(problem, backward: Plan, *, pair_store: bool) -> Plan:
+    """The plan of cast.cu, which reads what ``backward`` accumulated."""
+    constants = (
+        ("Element", CPP_TYPES[problem.dtype]), ("kThreads", 256), ("kBlockRows", 32),
+        ("kAccumTiles", backward["kAccumTiles"]), ("kAccumVector", backward["kAccumVector"]),
+        ("kPairStore", pair_store),
+    )
+    return Plan("cast", "cast", 256, 0, constants)
+
+
+def combine_plan(dtype: str) -> Plan:
+    """The plan of combine.cu."""
+    return Plan("combine", "combine", 128, 0, (("Element", CPP_TYPES[dtype]), ("kWarps", 4)))

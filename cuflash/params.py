@@ -1,0 +1,115 @@
+"""What is passed to a kernel: one struct a kernel, defined once here for Python and for C++.
+
+A table row is (name, kind). The C++ text and the packer come from the same rows, in the same order, with C's alignment,
+so they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+import numpy as np
+
+BATCH_DIMS = 3  # kBatchDims in kernels_cu/types.cuh
+STRIDES = BATCH_DIMS + 3
+
+# kind -> (C++ declaration, struct code, how many values)
+KINDS = {
+    "in": ("const void* {}", "P", 1),
+    "out": ("void* {}", "P", 1),
+    "i32": ("i32 {}", "i", 1),
+    "u32": ("u32 {}", "I", 1),
+    "i64": ("i64 {}", "q", 1),
+    "f64": ("double {}", "d", 1),
+    "strides": ("Strides {}", f"{STRIDES}q", STRIDES),
+    "sizes": (f"i32 {{}}[{BATCH_DIMS}]", f"{BATCH_DIMS}i", BATCH_DIMS),
+}
+
+_SHAPE = [
+    ("batch_sizes", "sizes"),
+    ("num_heads", "u32"),
+    ("group", "u32"),
+    ("seqlen_q", "i32"),
+    ("seqlen_k", "i32"),
+    ("head_dim", "i32"),
+    ("head_dim_v", "i32"),
+    ("num_blocks", "u32"),
+]
+_BAND = [("band_lo", "i32"), ("band_hi", "i32")]
+# Statistics of each row of queries, (batch * head, row) with stats_pitch values between heads:
+# p = exp2((s - row_max) * scale_log2 - row_log2_sum).
+_STATS = [("row_max", "out"), ("row_log2_sum", "out")]
+
+# Pointers come first: a launch that differs from an earlier one in its arrays only packs these anew.
+TABLES = {
+    "forward": [
+        ("q", "in"), ("k", "in"), ("v", "in"), ("out", "out"), ("lse", "out"), *_STATS,
+        ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
+        ("out_strides", "strides"), ("lse_strides", "strides"), *_SHAPE, *_BAND,
+        ("scale_log2", "f64"), ("stats_pitch", "i64"), ("lse_threshold", "f64"),
+    ],
+    "backward": [
+        ("q", "in"), ("k", "in"), ("v", "in"), ("dout", "in"), ("dk", "out"), ("dv", "out"),
+        ("dq_accum", "out"), ("flags", "out"), ("ticket", "out"), ("delta", "in"), *_STATS,
+        ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
+        ("dout_strides", "strides"), ("dk_strides", "strides"), ("dv_strides", "strides"), *_SHAPE,
+        *_BAND, ("scale_log2", "f64"), ("scale", "f64"), ("stats_pitch", "i64"),
+        ("accum_pitch", "i64"), ("num_m_blocks", "u32"),
+    ],
+    "delta": [
+        ("out", "in"), ("dout", "in"), ("lse", "in"), ("dlse", "in"), ("delta", "out"), *_STATS,
+        ("out_strides", "strides"), ("dout_strides", "strides"), ("lse_strides", "strides"),
+        ("dlse_strides", "strides"), *_SHAPE, ("stats_pitch", "i64"),
+    ],
+    "cast": [
+        ("accum", "in"), ("dq", "out"), ("dq_strides", "strides"), *_SHAPE, ("scale", "f64"),
+        ("accum_pitch", "i64"),
+    ],
+    "combine": [
+        ("outs", "in"), ("lses", "in"), ("out", "out"), ("lse", "out"), ("rows", "i64"),
+        ("count", "i32"), ("head_dim_v", "i32"),
+    ],
+}
+
+
+def text(table: str) -> str:
+    """The C++ definition of ``struct Params`` of a table."""
+    lines = [f"    {KINDS[kind][0].format(name)};" for name, kind in TABLES[table]]
+    return "struct Params {\n" + "\n".join(lines) + "\n};\n"
+
+
+class Layout:
+    """The bytes of one table's struct: pointers in front, then everything else.
+
+    Attributes
+    ----------
+    size : int
+        sizeof(Params).
+    num_pointers : int
+        How many values :meth:`scalar` takes.
+    """
+
+    def __init__(self, table: str):
+        kinds = [kind for _, kind in TABLES[table]]
+        self.num_pointers = sum(kind in ("in", "out") for kind in kinds)
+        if any(kind in ("in", "out") for kind in kinds[self.num_pointers:]):
+            raise ValueError(f"table {table}: pointers must come first")
+        self._pointers = struct.Struct(f"@{self.num_pointers}P")
+        # 0q: padded at the end to the struct's own alignment, as C does. Pointers keep 8-byte alignment.
+        self._rest = struct.Struct("@" + "".join(KINDS[kind][1] for kind in kinds[self.num_pointers:]) + "0q")
+        self.size = self._pointers.size + self._rest.size
+        self._dtype = np.dtype(f"V{self.size}")
+
+    def rest(self, *values) -> bytes:
+        """All values after the pointers, flat and in the table's order."""
+        return self._rest.pack(*values)
+
+    def scalar(self, rest: bytes, *pointers: int) -> np.void:
+        """The struct as one scalar, which a launch passes by value."""
+        return np.frombuffer(self._pointers.pack(*pointers) + rest, self._dtype)[0]
+
+
+@lru_cache(maxsize=None)
+def layout(table: str) -> Layout:
+    return Layout(table)

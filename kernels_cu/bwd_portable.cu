@@ -1,0 +1,383 @@
+// Attention backward for every GPU from sm_75 on, with mma.sync.
+//
+//     p = exp(s - lse)     dp = dout v^T     ds = p (dp - delta)     delta = rowsum(dout * out) - dlse
+//     dv = p^T dout        dk = scale * ds^T q                       dq = scale * ds k
+//
+// One block owns kBlockN keys of one key/value head and walks over the query heads of its group and their blocks of
+// kBlockM queries. Everything is computed transposed: a warp owns kBlockN / kWarps key rows of S^T = K Q^T and of
+// dP^T = V dO^T, so P^T and dS^T are accumulators that become left operands of dV and dK without leaving registers,
+// and dK, dV stay in registers for the whole walk (summed over the group in float32, in a fixed order). Only dS^T goes
+// through shared memory, for dQ, whose sum runs over all warps' keys.
+//
+//     barrier (all threads)     what it orders
+//     start of a step           block m's copies are complete; nobody reads block m + 1's buffers or dS^T any more
+//     after dS^T is written     dS^T is complete
+//
+// dQ sums over key blocks, which are different thread blocks: each adds its part to dq_accum in L2 (float32, laid out
+// as accumulator fragments, so that a warp adds 512 contiguous bytes at a time). With kDeterministic they take turns:
+// a flag for each (head, block of queries, warp) counts the key blocks that have added. The last key block adds first:
+// with a causal band it is the one whose first queries these are, so all start at once and nobody waits. Blocks take
+// their work from a counter in that order, so whoever is waited for has started earlier: no scheduling can deadlock.
+// The flag is read before the product that it guards and raised in the middle of the next step, when the additions
+// have long arrived, so that neither the read nor the fence is waited for.
+//
+// Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
+// dout [kBlockM][kHeadDimV], row_max, row_log2_sum, delta [kBlockM]) | ds^T [kBlockN][kBlockM]; at the end dk and dv
+// are staged over k and v.
+//
+// With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and kSliceDimV of dv, where
+// all of them would not fit the registers.
+#include "attn/band.cuh"
+#include "attn/mask.cuh"
+#include "attn/score.cuh"
+#include "attn/work.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+
+using T = Plan::Element;
+using Accum = AccumOf<T>;
+using Atom = AtomFor<T, Plan::kTf32>::type;
+
+inline constexpr int kThreads = Plan::kWarps * kWarpSize;
+inline constexpr int kWarpRows = Plan::kBlockN / Plan::kWarps;
+inline constexpr int kRowTiles = kWarpRows / 16;
+static_assert(kWarpRows % 16 == 0, "a warp's keys are whole tiles of 16");
+static_assert(Plan::kBlockM % 16 == 0, "P^T is an operand with 16 queries a step");
+
+// Warps that compute dQ: kDqWarpsM along the queries, kDqWarpsD along the head dimension.
+inline constexpr int kDqWarps = Plan::kDqWarpsM * Plan::kDqWarpsD;
+inline constexpr int kDqRows = Plan::kBlockM / Plan::kDqWarpsM;
+inline constexpr int kDqCols = Plan::kSliceDim / Plan::kDqWarpsD;
+static_assert(kDqWarps <= Plan::kWarps && kDqRows % 16 == 0 && kDqCols % 16 == 0, "dq divides into whole fragments");
+
+using KTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDim>;
+using VTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDimV>;
+using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
+using DoutTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDimV>;
+using DsTile = SmemTile<T, Plan::kBlockN, Plan::kBlockM>;
+using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_log2_sum, delta
+inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
+inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
+inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
+static_assert(kDsBegin + (Plan::kNeedDq ? DsTile::kBytes : 0) == Plan::kSmemBytes, "plan.py's sum is this one");
+
+using Scores = Fragment<Accum, kRowTiles, Plan::kBlockM / 8>;
+using KeyGrad = Fragment<Accum, kRowTiles, Plan::kSliceDim / 8>;
+using ValueGrad = Fragment<Accum, kRowTiles, Plan::kSliceDimV / 8>;
+using QueryGrad = Fragment<Accum, kDqRows / 16, kDqCols / 8>;
+using BlockWork = Work<Plan::kSlices>;
+
+struct Backward {
+    const Params& p;
+    const BlockWork work;  // head counts key/value heads
+    const u32 smem;
+    const int first_key, warp_row;
+    const Mask<Plan::kBand> visible;
+    const Accum scale_log2;
+    bool k_dirty = false;  // k held inf or NaN, which are zeros in shared memory now
+    u32 head = 0;          // the query head of the current step
+    const T *q_start, *dout_start;
+    u32* raise_flag = nullptr;  // of the last additions, which are not announced yet
+    u32 raise_value = 0;
+
+    __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
+        : p(params), work(w), smem(smem_base), first_key(w.block * Plan::kBlockN),
+          warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
+          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)) {}
+
+    __device__ __forceinline__ KTile k_tile() const { return {smem}; }
+    __device__ __forceinline__ VTile v_tile() const { return {smem + KTile::kBytes}; }
+    __device__ __forceinline__ QTile q_tile(int stage) const { return {smem + kRingBegin + stage * kStageBytes}; }
+    __device__ __forceinline__ DoutTile dout_tile(int stage) const { return {q_tile(stage).base + QTile::kBytes}; }
+    __device__ __forceinline__ StatsTile stats_tile(int stage) const {
+        return {dout_tile(stage).base + DoutTile::kBytes};
+    }
+    __device__ __forceinline__ DsTile ds_tile() const { return {smem + kDsBegin}; }
+
+    __device__ __forceinline__ Rows<const T> k_rows() const {
+        return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head), p.k_strides, p.seqlen_k,
+                p.head_dim};
+    }
+    __device__ __forceinline__ Rows<const T> v_rows() const {
+        return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, work.batch, work.head), p.v_strides, p.seqlen_k,
+                p.head_dim_v};
+    }
+    __device__ __forceinline__ Rows<const T> q_rows() const { return {q_start, p.q_strides, p.seqlen_q, p.head_dim}; }
+    __device__ __forceinline__ Rows<const T> dout_rows() const {
+        return {dout_start, p.dout_strides, p.seqlen_q, p.head_dim_v};
+    }
+
+    __device__ __forceinline__ void begin_head(u32 query_head) {
+        head = query_head;
+        q_start = head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, head);
+        dout_start = head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, work.batch, head);
+    }
+    __device__ __forceinline__ i64 row_base() const { return i64(work.batch) * p.num_heads + head; }
+
+    __device__ __forceinline__ void load_kv() const {
+        load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
+        load_tile<Plan::kCopyBytes, kThreads>(v_tile(), v_rows(), first_key);
+    }
+    __device__ __forceinline__ void load_q(int m_block, int stage) const {
+        load_tile<Plan::kCopyBytes, kThreads>(q_tile(stage), q_rows(), m_block * Plan::kBlockM);
+        load_tile<Plan::kCopyBytes, kThreads>(dout_tile(stage), dout_rows(), m_block * Plan::kBlockM);
+        // The workspaces are padded to whole blocks, so nothing here needs a bound.
+        constexpr int kPieces = Plan::kBlockM * int(sizeof(Accum)) / 16;
+        const i64 first = row_base() * p.stats_pitch + i64(m_block) * Plan::kBlockM;
+        for (int i = threadIdx.x; i < 3 * kPieces; i += kThreads) {
+            const int which = i / kPieces, col = i % kPieces * (16 / int(sizeof(Accum)));
+            const void* source = which == 0 ? p.row_max : which == 1 ? p.row_log2_sum : p.delta;
+            cp_async<16>(stats_tile(stage).address(which, col), static_cast<const Accum*>(source) + first + col, 16);
+        }
+    }
+
+    // f(x of c, value of row i) with the statistic `which` of each query, which runs along the columns of S^T.
+    template <class F> __device__ __forceinline__ void with_stats(Scores& c, int stage, int which, F f) const {
+        const StatsTile stats = stats_tile(stage);
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n) {
+            Accum value[2];
+            stats.load_two(which, 8 * n + lane_id() % 4 * 2, value);
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) f(c.x[m][n][r], value[r % 2]);
+        }
+    }
+    template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
+        c.for_each(first_key + warp_row, m_block * Plan::kBlockM, [&](Accum& x, int j, int i) { f(x, i, j); });
+    }
+
+    // P^T of one block.
+    __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage, bool masked) const {
+        const KTile k = k_tile();
+        const QTile q = q_tile(stage);
+        s.fill(0);
+        gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
+            s, [&](int m, int step) { return Atom::load_a(k, warp_row + 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
+        if constexpr (Plan::kBand)
+            if (k_dirty) add_dirty_keys(s, stage);
+        apply_scale_sign<Plan::kScaleSign>(s);
+        with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
+        with_stats(s, stage, 1, [&](Accum& x, Accum log2_sum) { x = exp2_of(x * scale_log2 - log2_sum); });
+        if (masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible(i, j) ? x : Accum(0); });
+    }
+
+    // The part of S^T that the zeroed inf and NaN of k would have given.
+    __device__ __forceinline__ void add_dirty_keys(Scores& s, int stage) const {
+        const Rows<const T> keys = k_rows();
+        for (int r = first_key; r < min_of(first_key + Plan::kBlockN, keys.count); ++r)
+            for (int d = 0; d < keys.dim; ++d) {
+                const T raw = *keys.at(r, d);
+                if (!is_nonfinite(raw)) continue;
+                s.for_each(first_key + warp_row, 0, [&](Accum& x, int j, int column) {
+                    if (j == r) x += Accum(to_float(raw)) * Accum(to_float(q_tile(stage).load(column, d)));
+                });
+            }
+    }
+
+    // dS^T of one block from P^T.
+    __device__ __forceinline__ void compute_ds(Scores& ds, Scores& weights, int m_block, int stage, bool masked) const {
+        const VTile v = v_tile();
+        const DoutTile dout = dout_tile(stage);
+        ds.fill(0);
+        gemm<Atom, Plan::kHeadDimV / Atom::kK, kSmemUnroll<T>>(
+            ds, [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, dout, 16 * n, step * Atom::kK); });
+        with_stats(ds, stage, 2, [&](Accum& x, Accum delta) { x -= delta; });
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < Scores::kColTiles; ++n)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) ds.x[m][n][r] *= weights.x[m][n][r];
+        if (masked) for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible(i, j) ? x : Accum(0); });
+    }
+
+    // c += (operand: this warp's keys x queries) * (columns of a tile stored [query][dim]).
+    template <bool kWeight, class C, class Tile>
+    __device__ __forceinline__ void accumulate(C& c, const Scores& left, Tile tile, int first_col,
+                                               const Rows<const T>& rows, int m_block, bool dirty) const {
+        const Operand<Atom, kRowTiles, Plan::kBlockM / Atom::kK> operand(left);
+        gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
+            c, [&](int m, int step) { return operand.a[m][step]; },
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b_trans(b, tile, first_col + 16 * n, step * Atom::kK);
+            });
+        if constexpr (Plan::kBand)
+            if (dirty)
+                restore_nonfinite<kWeight>(c, first_key + warp_row, 0, rows.from_column(first_col),
+                                           m_block * Plan::kBlockM, Plan::kBlockM,
+                                           [&](int j, int i) { return visible(i, j); });
+    }
+
+    __device__ __forceinline__ void accumulate_dq(int m_block) {
+        const int warp = int(threadIdx.x) / kWarpSize;
+        if (warp >= kDqWarps) return;
+        const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
+        const int slice_col = work.slice * Plan::kSliceDim + col;
+        u32 turn = 0, seen = 0;
+        u32* flag = nullptr;
+        if constexpr (Plan::kDeterministic) {
+            const int first = m_block * Plan::kBlockM;
+            const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
+            turn = u32(band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k).end - 1 -
+                       work.block);
+            flag = static_cast<u32*>(p.flags) +
+                   ((row_base() * Plan::kSlices + work.slice) * p.num_m_blocks + m_block) * kDqWarps + warp;
+            seen = lane_id() == 0 ? load_acquire(flag) : turn;
+        }
+        const DsTile ds = ds_tile();
+        const KTile k = k_tile();
+        QueryGrad dq;
+        dq.fill(0);
+        gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
+            dq, [&](int m, int step) { return Atom::load_a_trans(ds, row + 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b_trans(b, k, slice_col + 16 * n, step * Atom::kK); });
+        if constexpr (Plan::kBand)
+            if (k_dirty)
+                restore_nonfinite<false>(dq, m_block * Plan::kBlockM + row, 0, k_rows().from_column(slice_col),
+                                         first_key, Plan::kBlockN, visible);
+        if constexpr (Plan::kDeterministic) {
+            while (seen != turn) seen = load_acquire(flag);
+            __syncwarp();
+        }
+        add_dq(dq, m_block, row, slice_col);
+        if constexpr (Plan::kDeterministic) raise_flag = flag, raise_value = turn + 1;
+    }
+
+    __device__ __forceinline__ void add_dq(QueryGrad& dq, int m_block, int row, int col) const {
+        Accum* accum = static_cast<Accum*>(p.dq_accum) + row_base() * p.accum_pitch;
+        const i64 tile_row = (i64(m_block) * Plan::kBlockM + row) / 16;
+#pragma unroll
+        for (int m = 0; m < QueryGrad::kRowTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < QueryGrad::kColTiles; ++n)
+                add_fragment<Plan::kAccumVector>(accum + ((tile_row + m) * Plan::kAccumTiles + col / 8 + n) * 128,
+                                                 dq.x[m][n]);
+    }
+
+    // Tells the next key block in line that this warp's last additions are done.
+    __device__ __forceinline__ void announce() {
+        if constexpr (Plan::kDeterministic && Plan::kNeedDq) {
+            if (raise_flag == nullptr) return;
+            __syncwarp();
+            if (lane_id() == 0) store_release(raise_flag, raise_value);
+            raise_flag = nullptr;
+        }
+    }
+
+    // dk, dv of this block, staged in shared memory so that rows leave in 16-byte pieces.
+    __device__ __forceinline__ void store(KeyGrad& dk, ValueGrad& dv) const {
+        __syncthreads();  // other warps may still read k
+        const Accum scale = Accum(p.scale);
+        dk.for_each(0, 0, [&](Accum& x, int, int) { x *= scale; });
+        const SmemTile<T, Plan::kBlockN, Plan::kSliceDim> dk_tile{smem};
+        const SmemTile<T, Plan::kBlockN, Plan::kSliceDimV> dv_tile{smem + KTile::kBytes};
+        store_fragment(dk_tile, dk, warp_row);
+        store_fragment(dv_tile, dv, warp_row);
+        __syncthreads();
+        const Rows<T> dk_rows(head_start<T>(p.dk, p.dk_strides, p.batch_sizes, work.batch, work.head), p.dk_strides,
+                              p.seqlen_k, p.head_dim);
+        const Rows<T> dv_rows(head_start<T>(p.dv, p.dv_strides, p.batch_sizes, work.batch, work.head), p.dv_strides,
+                              p.seqlen_k, p.head_dim_v);
+        store_tile<Plan::kStoreBytes, kThreads>(dk_tile, dk_rows.from_column(work.slice * Plan::kSliceDim), first_key,
+                                                threadIdx.x);
+        store_tile<Plan::kStoreBytes, kThreads>(dv_tile, dv_rows.from_column(work.slice * Plan::kSliceDimV), first_key,
+                                                threadIdx.x);
+    }
+
+    __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage, bool masked) {
+        Scores weights, ds;
+        compute_weights(weights, m_block, stage, masked);
+        announce();
+        compute_ds(ds, weights, m_block, stage, masked);
+        if constexpr (Plan::kNeedDq) store_fragment(ds_tile(), ds, warp_row);
+        __syncthreads();
+        // 0 * NaN is NaN: a query that does not see a key must not reach the key's gradients.
+        bool q_dirty = false, dout_dirty = false;
+        if constexpr (Plan::kBand && Plan::kNeedDkv)
+            if (masked) {
+                q_dirty = zero_nonfinite<kThreads>(q_tile(stage));
+                dout_dirty = zero_nonfinite<kThreads>(dout_tile(stage));
+            }
+        if constexpr (Plan::kNeedDkv) {
+            accumulate<true>(dv, weights, dout_tile(stage), work.slice * Plan::kSliceDimV, dout_rows(), m_block,
+                             dout_dirty);
+            accumulate<false>(dk, ds, q_tile(stage), work.slice * Plan::kSliceDim, q_rows(), m_block, q_dirty);
+        }
+        if constexpr (Plan::kNeedDq) accumulate_dq(m_block);
+    }
+};
+
+// The place of this block in the order of work: a counter where blocks wait for each other.
+__device__ __forceinline__ u32 take_ticket(const Params& p, u32 smem) {
+    if constexpr (!(Plan::kDeterministic && Plan::kNeedDq)) return blockIdx.x;
+    if (threadIdx.x == 0)
+        asm volatile("st.shared.u32 [%0], %1;" :: "r"(smem), "r"(atomicAdd(static_cast<u32*>(p.ticket), 1u)) : "memory");
+    __syncthreads();
+    u32 index;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(index) : "r"(smem) : "memory");
+    __syncthreads();
+    return index;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
+bwd_portable(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    const u32 base = smem_address(smem);
+    BlockWork work(take_ticket(p, base), p.num_blocks, p.num_heads / p.group);
+    if constexpr (Plan::kDeterministic) work.block = int(p.num_blocks) - 1 - work.block;
+    Backward backward(p, work, base);
+
+    const int last_key = min_of(backward.first_key + Plan::kBlockN, p.seqlen_k) - 1;
+    BlockRange range = band_range<Plan::kBand>(backward.first_key, last_key, -p.band_hi, -p.band_lo, Plan::kBlockM,
+                                               p.seqlen_q);
+    // Keys beyond the end are zeros, not hidden: their weight may overflow, so every step of the last block is masked.
+    if (backward.first_key + Plan::kBlockN > p.seqlen_k) range.full_begin = range.full_end = range.end;
+    const int count = range.end - range.begin;
+    const int total = count * int(p.group);
+
+    KeyGrad dk;
+    ValueGrad dv;
+    dk.fill(0);
+    dv.fill(0);
+    backward.begin_head(work.head * p.group);
+    backward.load_kv();
+    if (Plan::kStages > 1 && total > 0) backward.load_q(range.begin, 0);
+    cp_async_commit_group();
+    if constexpr (Plan::kBand) {
+        cp_async_wait_group<0>();
+        __syncthreads();
+        backward.k_dirty = zero_nonfinite<kThreads>(backward.k_tile());
+    }
+    int stage = 0, m_block = range.begin;
+    for (int done = 0; done < total; ++done) {
+        const bool last_of_head = m_block + 1 == range.end;
+        if constexpr (Plan::kStages == 1) {
+            __syncthreads();
+            backward.load_q(m_block, 0);
+            cp_async_commit_group();
+            cp_async_wait_group<0>();
+            __syncthreads();
+        } else {
+            cp_async_wait_group<0>();
+            __syncthreads();
+        }
+        const u32 head = backward.head;
+        if (Plan::kStages > 1 && done + 1 < total) {
+            if (last_of_head) backward.begin_head(head + 1);
+            backward.load_q(last_of_head ? range.begin : m_block + 1, stage ^ 1);
+            cp_async_commit_group();
+            if (last_of_head) backward.begin_head(head);
+        }
+        backward.step(dk, dv, m_block, stage, m_block >= range.full_end || m_block < range.full_begin);
+        if (last_of_head && done + 1 < total) backward.begin_head(head + 1);
+        m_block = last_of_head ? range.begin : m_block + 1;
+        if (Plan::kStages > 1) stage ^= 1;
+    }
+    cp_async_wait_group<0>();
+    backward.announce();
+    if constexpr (Plan::kNeedDkv) backward.store(dk, dv);
+}

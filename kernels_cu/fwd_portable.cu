@@ -1,0 +1,257 @@
+// Attention forward for every GPU from sm_75 on, with mma.sync.
+//
+//     s = scale * q k^T        m, l = running row maximum and sum of p = exp(s - m)        out = (sum of p v) / l
+//
+// One block computes kBlockM rows of one head; each warp owns kBlockM / kWarps of them for the whole loop, so that the
+// softmax and both products need no exchange between warps. Blocks of kBlockN keys arrive in a ring of kStages buffers:
+//
+//     who                 waits for                           then
+//     every thread        its own cp.async of block n         __syncthreads: block n is complete, and nobody reads
+//                                                             the buffer of block n + 1 any more
+//     every thread        -                                   starts the copy of block n - (kStages - 1) into it
+//     every warp          -                                   S = Q K^T, softmax, O += P V for its own rows
+//
+// so there is one barrier a step (two with one stage, where loading and computing alternate). P never leaves registers:
+// an accumulator fragment is an operand (tile/atom.cuh).
+//
+// Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]); at the end the same
+// bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte pieces.
+//
+// Schedule: keys run from the last visible block to the first, so that the masked ends of the range and the long full
+// middle are one loop. With a band, blocks of queries run from the last to the first: the longest rows start first.
+//
+// With kStats the kernel writes, in place of out, the row's maximum and log2 of its sum for the rows whose lse is so
+// large that float rounding of it would spoil exp(s - lse) in backward; blocks without such a row end at once.
+#include "attn/band.cuh"
+#include "attn/mask.cuh"
+#include "attn/score.cuh"
+#include "attn/softmax.cuh"
+#include "attn/work.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+
+using T = Plan::Element;
+using Accum = AccumOf<T>;
+using Atom = AtomFor<T, Plan::kTf32>::type;
+
+inline constexpr int kThreads = Plan::kWarps * kWarpSize;
+inline constexpr int kWarpRows = Plan::kBlockM / Plan::kWarps;
+inline constexpr int kRowTiles = kWarpRows / 16;
+inline constexpr int kRowsPerLane = 2 * kRowTiles;
+static_assert(kWarpRows % 16 == 0, "a warp's rows are whole tiles of 16");
+static_assert(Plan::kBlockN % 16 == 0, "P is an operand with 16 keys a step");
+static_assert(Plan::kHeadDim % 16 == 0 && Plan::kHeadDimV % 16 == 0, "fragments come in pairs");
+
+using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
+using KTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDim>;
+using VTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDimV>;
+using OTile = SmemTile<T, kWarpRows, Plan::kHeadDimV>;
+inline constexpr int kStageBytes = KTile::kBytes + (Plan::kStats ? 0 : VTile::kBytes);
+inline constexpr int kInputBytes = QTile::kBytes + Plan::kStages * kStageBytes;
+inline constexpr int kOutputBytes = Plan::kStats ? 0 : Plan::kWarps * OTile::kBytes;
+static_assert(max_of(kInputBytes, kOutputBytes) == Plan::kSmemBytes, "plan.py's sum is this one");
+
+using BlockWork = Work<Plan::kSlices>;
+using Scores = Fragment<Accum, kRowTiles, Plan::kBlockN / 8>;
+using Output = Fragment<Accum, kRowTiles, Plan::kHeadDimV / 8>;
+
+struct Forward {
+    const Params& p;
+    const BlockWork work;
+    const T *const k_start, *const v_start;
+    const QTile q_tile;
+    const u32 ring;                // address of stage 0
+    const int first_row, warp_row;  // of the block, of this warp
+    const Mask<Plan::kBand> visible;
+    const Accum scale_log2;
+    Softmax<Accum, kRowTiles> softmax;
+
+    __device__ __forceinline__ Forward(const Params& params, BlockWork w, u32 smem)
+        : p(params), work(w),
+          k_start(head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head / p.group)),
+          v_start(head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group)),
+          q_tile{smem}, ring(smem + QTile::kBytes), first_row(w.block * Plan::kBlockM),
+          warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
+          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)) {
+        softmax.init();
+    }
+
+    // Built where they are used: strides and lengths come from constant memory and need not live in registers.
+    __device__ __forceinline__ Rows<const T> k_rows() const {
+        return {k_start, p.k_strides, p.seqlen_k, p.head_dim};
+    }
+    __device__ __forceinline__ Rows<const T> v_rows() const {
+        return Rows<const T>(v_start, p.v_strides, p.seqlen_k, p.head_dim_v).from_column(work.slice * Plan::kHeadDimV);
+    }
+    __device__ __forceinline__ KTile k_tile(int stage) const { return {ring + stage * kStageBytes}; }
+    __device__ __forceinline__ VTile v_tile(int stage) const {
+        return {ring + stage * kStageBytes + KTile::kBytes};
+    }
+
+    __device__ __forceinline__ void load_q() const {
+        const T* start = head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, work.head);
+        const Rows<const T> q_rows(start, p.q_strides, p.seqlen_q, p.head_dim);
+        load_tile<Plan::kCopyBytes, kThreads>(q_tile, q_rows, first_row);
+    }
+    __device__ __forceinline__ void load_kv(int n_block, int stage) const {
+        load_tile<Plan::kCopyBytes, kThreads>(k_tile(stage), k_rows(), n_block * Plan::kBlockN);
+        if constexpr (!Plan::kStats)
+            load_tile<Plan::kCopyBytes, kThreads>(v_tile(stage), v_rows(), n_block * Plan::kBlockN);
+    }
+
+    __device__ __forceinline__ void compute_scores(Scores& s, int stage) const {
+        const KTile k = k_tile(stage);
+        s.fill(0);
+        gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
+            s, [&](int m, int step) { return Atom::load_a(q_tile, warp_row + 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, k, 16 * n, step * Atom::kK); });
+    }
+
+    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block, bool masked) const {
+        apply_scale_sign<Plan::kScaleSign>(s);
+        if (!masked) return;
+        s.for_each(first_row + warp_row, n_block * Plan::kBlockN, [&](Accum& x, int i, int j) {
+            x = visible(i, j) ? x : -infinity<Accum>();
+        });
+    }
+
+    // O = factor * O + P V.
+    __device__ __forceinline__ void accumulate(Output& o, const Scores& s, int n_block, int stage, bool masked) const {
+        const VTile v = v_tile(stage);
+        // 0 * NaN is NaN: a hidden key's value must not reach the product.
+        bool dirty = false;
+        if constexpr (Plan::kBand)
+            if (masked) dirty = zero_nonfinite<kThreads>(v);
+        const Operand<Atom, kRowTiles, Plan::kBlockN / Atom::kK> weights(s);
+        gemm<Atom, Plan::kBlockN / Atom::kK, Plan::kBlockN>(
+            o, [&](int m, int step) { return weights.a[m][step]; },
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b_trans(b, v, 16 * n, step * Atom::kK); });
+        if constexpr (Plan::kBand)
+            if (dirty)
+                restore_nonfinite<true>(o, first_row + warp_row, 0, v_rows(), n_block * Plan::kBlockN,
+                                        Plan::kBlockN, visible);
+    }
+
+    __device__ __forceinline__ void step(Output& o, int n_block, int stage, bool masked) {
+        Scores s;
+        compute_scores(s, stage);
+        apply_score_and_mask(s, n_block, masked);
+        softmax.update(s, scale_log2, [&](const Accum(&factor)[kRowsPerLane]) {
+            if constexpr (!Plan::kStats) o.for_each_row([&](Accum& x, int q) { x *= factor[q]; });
+        });
+        if constexpr (!Plan::kStats) accumulate(o, s, n_block, stage, masked);
+    }
+
+    // f(row of the sequence, q) once for each row of this quad that exists.
+    template <class F> __device__ __forceinline__ void for_each_row(F f) const {
+        if (lane_id() % 4 != 0) return;
+#pragma unroll
+        for (int q = 0; q < kRowsPerLane; ++q) {
+            const int row = first_row + warp_row + 16 * (q / 2) + 8 * (q % 2) + lane_id() / 4;
+            if (row < p.seqlen_q) f(row, q);
+        }
+    }
+
+    __device__ __forceinline__ void store_out(Output& o) const {
+        Accum inverse[kRowsPerLane];
+#pragma unroll
+        for (int q = 0; q < kRowsPerLane; ++q) inverse[q] = softmax.inverse_sum(q);
+        o.for_each_row([&](Accum& x, int q) { x *= inverse[q]; });
+        const OTile tile{q_tile.base + int(threadIdx.x) / kWarpSize * OTile::kBytes};
+        __syncthreads();  // other warps may still read the tiles under this one
+        store_fragment(tile, o);
+        __syncwarp();
+        T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, work.batch, work.head);
+        const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
+        store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows.from_column(work.slice * Plan::kHeadDimV),
+                                                 first_row + warp_row, lane_id());
+    }
+    __device__ __forceinline__ void store_lse() const {
+        const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
+        for_each_row([&](int row, int q) {
+            static_cast<Accum*>(p.lse)[base + row * p.lse_strides.row] = softmax.lse(q, scale_log2);
+        });
+    }
+
+    __device__ __forceinline__ i64 stats_base() const {
+        return (i64(work.batch) * p.num_heads + work.head) * p.stats_pitch;
+    }
+    // Whether any row of the block needs new statistics; they all read their lse again in store_stats.
+    __device__ __forceinline__ bool any_large_lse() const {
+        const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
+        bool large = false;
+        for (int row = first_row + threadIdx.x; row < min_of(first_row + Plan::kBlockM, p.seqlen_q); row += kThreads)
+            large |= is_large(static_cast<const Accum*>(p.lse)[base + row * p.lse_strides.row]);
+        return __syncthreads_or(large);
+    }
+    __device__ __forceinline__ bool is_large(Accum lse) const {
+        return fabs(lse) > Accum(p.lse_threshold) && lse != -infinity<Accum>();
+    }
+    __device__ __forceinline__ void store_stats() const {
+        const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
+        for_each_row([&](int row, int q) {
+            if (!is_large(static_cast<const Accum*>(p.lse)[base + row * p.lse_strides.row])) return;
+            static_cast<Accum*>(p.row_max)[stats_base() + row] = softmax.reference[q];
+            static_cast<Accum*>(p.row_log2_sum)[stats_base() + row] = log2_of(softmax.sum[q]);
+        });
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
+fwd_portable(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    BlockWork work(blockIdx.x, p.num_blocks, p.num_heads);
+    if constexpr (Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
+    Forward forward(p, work, smem_address(smem));
+    if constexpr (Plan::kStats)
+        if (!forward.any_large_lse()) return;
+
+    const int last_row = min_of(forward.first_row + Plan::kBlockM, p.seqlen_q) - 1;
+    const BlockRange range =
+        band_range<Plan::kBand>(forward.first_row, last_row, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k);
+    const int count = range.end - range.begin;
+    Output o;
+    o.fill(0);
+
+    forward.load_q();
+    for (int ahead = 0; ahead < Plan::kStages - 1; ++ahead) {
+        if (ahead < count) forward.load_kv(range.end - 1 - ahead, ahead);
+        cp_async_commit_group();
+    }
+    int stage = 0, n_block = range.end - 1;
+    const auto run = [&](int stop, bool masked) {
+        for (; n_block >= stop; --n_block) {
+            if constexpr (Plan::kStages == 1) {
+                __syncthreads();
+                forward.load_kv(n_block, 0);
+                cp_async_commit_group();
+                cp_async_wait_group<0>();
+                __syncthreads();
+            } else {
+                cp_async_wait_group<Plan::kStages - 2>();
+                __syncthreads();
+                const int next = n_block - (Plan::kStages - 1);
+                if (next >= range.begin) forward.load_kv(next, (stage + Plan::kStages - 1) % Plan::kStages);
+                cp_async_commit_group();
+            }
+            forward.step(o, n_block, stage, masked);
+            stage = (stage + 1) % Plan::kStages;
+        }
+    };
+    // Masked, full, masked: two bodies, one for the ends and one for the middle.
+#pragma unroll 1
+    for (int part = 0; part < 3; ++part) {
+        if (part == 1) run(range.full_begin, false);
+        else run(part == 0 ? range.full_end : range.begin, true);
+    }
+    cp_async_wait_group<0>();
+
+    forward.softmax.finish();
+    if constexpr (Plan::kStats) {
+        forward.store_stats();
+    } else {
+        if constexpr (Plan::kLse)
+            if (work.slice == 0) forward.store_lse();
+        forward.store_out(o);
+    }
+}

@@ -1,0 +1,65 @@
+// Single instructions that belong to no other file: exponentials, reductions into memory, ordered flags.
+#pragma once
+#include "../types.cuh"
+
+inline constexpr u32 kFullWarp = 0xffffffffu;
+
+// 2^x. The float form flushes subnormal results to zero and is within 2^-22 of exact (PTX ISA 9.7.3.21, ex2.approx).
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+__device__ __forceinline__ float log_of(float x) { return logf(x); }
+__device__ __forceinline__ double log_of(double x) { return log(x); }
+__device__ __forceinline__ float log2_of(float x) { return log2f(x); }
+__device__ __forceinline__ double log2_of(double x) { return log2(x); }
+template <class Accum> __device__ __forceinline__ Accum lowest();
+template <> __device__ __forceinline__ float lowest<float>() { return __int_as_float(0xff7fffff); }
+template <> __device__ __forceinline__ double lowest<double>() {
+    return __longlong_as_double(0xffefffffffffffffll);
+}
+
+// A NaN loses against a number: scores that are NaN reach their row through exp, not through the maximum.
+__device__ __forceinline__ float fmax_of(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double fmax_of(double a, double b) { return fmax(a, b); }
+
+template <class Accum> __device__ __forceinline__ Accum infinity();
+template <> __device__ __forceinline__ float infinity<float>() { return __int_as_float(0x7f800000); }
+template <> __device__ __forceinline__ double infinity<double>() {
+    return __longlong_as_double(0x7ff0000000000000ll);
+}
+
+// Additions performed in L2; nothing is returned. PTX ISA 9.7.13.7 (red).
+__device__ __forceinline__ void red_add(float* address, float x) {
+    asm volatile("red.global.add.f32 [%0], %1;" :: "l"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void red_add(double* address, double x) {
+    asm volatile("red.global.add.f64 [%0], %1;" :: "l"(address), "d"(x) : "memory");
+}
+__device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+#else
+    for (int r = 0; r < 4; ++r) red_add(address + r, x[r]);
+#endif
+}
+
+// A flag in global memory that one warp raises and another waits for.
+__device__ __forceinline__ u32 load_acquire(const u32* address) {
+#if __CUDA_ARCH__ >= 700
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
+    return x;
+#endif
+}
+__device__ __forceinline__ void store_release(u32* address, u32 x) {
+#if __CUDA_ARCH__ >= 700
+    asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.u32 [%0], %1;"
+                 :: "l"(address), "r"(x) : "memory");
+#endif
+}

@@ -1,0 +1,213 @@
+// An atom: one m16n8kK product and the fragments that feed it. A dtype is an atom, never a kernel.
+//
+// All atoms share one accumulator layout. With g = lane / 4 and t = lane % 4, element r of c is at
+//     row g + 8 (r / 2), column 2t + r % 2.
+// Fragments come in two kinds. Plain ones (load_a, load_b) read tiles stored [row of the operand][k]. Transposed ones
+// (load_a_trans, load_b_trans) read tiles stored [k][...], and a_from_c turns accumulators into an operand. The last
+// three may order k as they like, since a product is a sum over k, as long as they agree: in the 32 and 64-bit atoms
+// slots t, t + 4, ... of k hold columns 2t, 2t + 1, ..., so that an accumulator is an operand with no data movement.
+#pragma once
+#include "../ptx/cvt.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/mma_sync.cuh"
+#include "../ptx/misc.cuh"
+#include "smem_tile.cuh"
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
+
+// Addresses for ldmatrix: lanes 8i .. 8i + 7 hold the rows of matrix i. `kDown` says whether matrix 1 lies below
+// matrix 0 (and 2 beside it) or beside it (and 2 below).
+template <bool kDown, class Tile>
+__device__ __forceinline__ u32 ldmatrix_address(Tile tile, int row, int col) {
+    constexpr int kPerPiece = 16 / int(sizeof(typename Tile::Element));
+    const int lane = lane_id();
+    const int first = lane / 8 % 2, second = lane / 16;
+    return tile.address(row + lane % 8 + 8 * (kDown ? first : second),
+                        col + kPerPiece * (kDown ? second : first));
+}
+
+// Without a tensor core for the type: every lane gathers the operands of its four sums with shuffles.
+template <int kK, class Accum, class GetA, class GetB>
+__device__ __forceinline__ void mma_by_fma(Accum (&c)[4], GetA a, GetB b) {
+    const int quad = lane_id() & ~3, column = lane_id() % 4 * 2;
+#pragma unroll
+    for (int k = 0; k < kK; ++k) {
+        const Accum low = a(k, 0, quad), high = a(k, 1, quad);
+        const Accum left = b(k, 4 * column), right = b(k, 4 * column + 4);
+        c[0] += low * left, c[1] += low * right, c[2] += high * left, c[3] += high * right;
+    }
+}
+
+// fp16 and bf16, sums in float.
+template <class T>
+struct Atom16 {
+    static constexpr int kK = 16;
+    static constexpr int kPromote = 0;  // k steps chained in the tensor core's accumulator; 0: all
+    struct A { u32 x[4]; };
+    struct B { u32 x[2]; };
+
+    template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
+        A a;
+        ldmatrix_x4(a.x, ldmatrix_address<true>(tile, row, k));
+        return a;
+    }
+    template <class Tile> static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+        A a;
+        ldmatrix_x4_trans(a.x, ldmatrix_address<false>(tile, k, row));
+        return a;
+    }
+    template <class Tile>
+    static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
+        u32 x[4];
+        ldmatrix_x4(x, ldmatrix_address<false>(tile, col, k));
+        b[0].x[0] = x[0], b[0].x[1] = x[1], b[1].x[0] = x[2], b[1].x[1] = x[3];
+    }
+    template <class Tile>
+    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {
+        u32 x[4];
+        ldmatrix_x4_trans(x, ldmatrix_address<true>(tile, k, col));
+        b[0].x[0] = x[0], b[0].x[1] = x[1], b[1].x[0] = x[2], b[1].x[1] = x[3];
+    }
+    static __device__ __forceinline__ A a_from_c(const float (&left)[4], const float (&right)[4]) {
+        return {{pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
+                 pack<T>(right[0], right[1]), pack<T>(right[2], right[3])}};
+    }
+    static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
+#if __CUDA_ARCH__ >= 800
+        mma_m16n8k16<T>(c, a.x, b.x);
+#else
+        if constexpr (kSame<T, f16>) {
+            mma_m16n8k8_f16(c, a.x[0], a.x[1], b.x[0]);
+            mma_m16n8k8_f16(c, a.x[2], a.x[3], b.x[1]);
+        } else {
+            const auto half = [](u32 pair, int k) { return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16); };
+            mma_by_fma<kK>(
+                c,
+                [&](int k, int below, int quad) {
+                    return half(__shfl_sync(kFullWarp, a.x[k / 8 * 2 + below], quad + k % 8 / 2), k);
+                },
+                [&](int k, int row) { return half(__shfl_sync(kFullWarp, b.x[k / 8], row + k % 8 / 2), k); });
+        }
+#endif
+    }
+};
+
+// float32: each factor is hi + lo in tf32 and the product lo*hi + hi*lo + hi*hi (3xTF32), or hi*hi alone. The tensor
+// core truncates as it accumulates, so chains end after 64 of k and the rest is added in float32.
+template <bool kTf32>
+struct Atom32 {
+    static constexpr int kK = 8;
+    static constexpr int kPromote = 8;
+    struct A { float x[4]; };
+    struct B { float x[2]; };
+
+    template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
+        u32 x[4];
+        ldmatrix_x4(x, ldmatrix_address<true>(tile, row, k));
+        return {{__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])}};
+    }
+    template <class Tile> static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+        return {{tile.load(k + 2 * t, row + g), tile.load(k + 2 * t, row + g + 8),
+                 tile.load(k + 2 * t + 1, row + g), tile.load(k + 2 * t + 1, row + g + 8)}};
+    }
+    template <class Tile>
+    static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
+        u32 x[4];
+        ldmatrix_x4(x, ldmatrix_address<false>(tile, col, k));
+        b[0] = {{__uint_as_float(x[0]), __uint_as_float(x[1])}};
+        b[1] = {{__uint_as_float(x[2]), __uint_as_float(x[3])}};
+    }
+    template <class Tile>
+    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            b[n] = {{tile.load(k + 2 * t, col + 8 * n + g), tile.load(k + 2 * t + 1, col + 8 * n + g)}};
+    }
+    static __device__ __forceinline__ A a_from_c(const float (&c)[4]) { return {{c[0], c[2], c[1], c[3]}}; }
+    static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
+#if __CUDA_ARCH__ >= 800
+        float a_high[4], a_low[4], b_high[2], b_low[2];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) a_high[r] = round_tf32(a.x[r]), a_low[r] = round_tf32(a.x[r] - a_high[r]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) b_high[r] = round_tf32(b.x[r]), b_low[r] = round_tf32(b.x[r] - b_high[r]);
+        if constexpr (!kTf32) {
+            mma_m16n8k8_tf32(c, a_low, b_high);
+            mma_m16n8k8_tf32(c, a_high, b_low);
+        }
+        mma_m16n8k8_tf32(c, a_high, b_high);
+#else
+        mma_by_fma<kK>(
+            c,
+            [&](int k, int below, int quad) { return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4); },
+            [&](int k, int row) { return __shfl_sync(kFullWarp, b.x[k / 4], row + k % 4); });
+#endif
+    }
+};
+
+// float64.
+struct Atom64 {
+    static constexpr int kK = 16;
+    static constexpr int kPromote = 0;
+    struct A { double x[8]; };
+    struct B { double x[4]; };
+
+    template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+        A a;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a.x[i] = tile.load(row + g + 8 * (i % 2), k + t + 4 * (i / 2));
+        return a;
+    }
+    template <class Tile> static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+        A a;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a.x[i] = tile.load(k + slot(i / 2, t), row + g + 8 * (i % 2));
+        return a;
+    }
+    template <class Tile>
+    static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) b[i / 4].x[i % 4] = tile.load(col + 8 * (i / 4) + g, k + t + 4 * (i % 4));
+    }
+    template <class Tile>
+    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) b[i / 4].x[i % 4] = tile.load(k + slot(i % 4, t), col + 8 * (i / 4) + g);
+    }
+    static __device__ __forceinline__ A a_from_c(const double (&left)[4], const double (&right)[4]) {
+        return {{left[0], left[2], left[1], left[3], right[0], right[2], right[1], right[3]}};
+    }
+    static __device__ __forceinline__ void mma(double (&c)[4], const A& a, const B& b) {
+#if __CUDA_ARCH__ >= 900
+        mma_m16n8k16_f64(c, a.x, b.x);
+#elif __CUDA_ARCH__ >= 800
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            mma_m8n8k4_f64(c[0], c[1], a.x[2 * i], b.x[i]);
+            mma_m8n8k4_f64(c[2], c[3], a.x[2 * i + 1], b.x[i]);
+        }
+#else
+        mma_by_fma<kK>(
+            c,
+            [&](int k, int below, int quad) { return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4); },
+            [&](int k, int row) { return __shfl_sync(kFullWarp, b.x[k / 4], row + k % 4); });
+#endif
+    }
+
+ private:
+    // The column of an accumulator pair that slot i of lane t stands for.
+    static __device__ __forceinline__ int slot(int i, int t) { return 8 * (i / 2) + 2 * t + i % 2; }
+};
+
+template <class T, bool kTf32> struct AtomFor { using type = Atom16<T>; };
+template <bool kTf32> struct AtomFor<float, kTf32> { using type = Atom32<kTf32>; };
+template <bool kTf32> struct AtomFor<double, kTf32> { using type = Atom64; };
+
+// How far loops over k with both operands in shared memory are unrolled: products of wide types are long already.
+template <class T> inline constexpr int kSmemUnroll = sizeof(T) == 2 ? 16 : sizeof(T) == 4 ? 1 : 2;

@@ -1,0 +1,104 @@
+// Whole-block copies between global rows and shared tiles. What does not exist becomes zero on the way in and is not
+// written on the way out.
+#pragma once
+#include "../ptx/cp_async.cuh"
+#include "rows.cuh"
+#include "smem_tile.cuh"
+
+// Rows first .. first + kRows of `rows` into `tile`. kBytes is the widest piece that every row start and row length of
+// the array allows (16, 8 or 4: asynchronous); 0 takes any strides, element by element.
+template <int kBytes, int kThreads, class T, class Tile>
+__device__ __forceinline__ void load_tile(Tile tile, const Rows<T>& rows, int first) {
+    const int thread = threadIdx.x;
+    if constexpr (kBytes > 0) {
+        constexpr int kPieces = Tile::kCols * int(sizeof(T)) / kBytes;  // a row
+        constexpr int kTotal = kPieces * Tile::kRows;
+        constexpr int kPerPiece = kBytes / int(sizeof(T));
+        constexpr bool kColumnFixed = kThreads % kPieces == 0;
+        constexpr int kRowStep = kColumnFixed ? kThreads / kPieces : 1;
+        const int start_row = thread / kPieces;
+        const int start_col = thread % kPieces * kPerPiece;
+        const T* source = rows.at(i64(first) + start_row, start_col);
+        const i64 step = kRowStep * rows.row_stride;
+        const int start_bytes = min_of(max_of(rows.dim - start_col, 0), kPerPiece) * int(sizeof(T));
+#pragma unroll
+        for (int i = 0; i < (kTotal + kThreads - 1) / kThreads; ++i) {
+            if (kTotal % kThreads != 0 && i * kThreads + thread >= kTotal) break;
+            if constexpr (kColumnFixed) {
+                const int row = start_row + i * kRowStep;
+                cp_async<kBytes>(tile.address(row, start_col), source,
+                                 first + row < rows.count ? start_bytes : 0);
+                source += step;
+            } else {
+                const int row = (i * kThreads + thread) / kPieces;
+                const int col = (i * kThreads + thread) % kPieces * kPerPiece;
+                const int bytes = min_of(max_of(rows.dim - col, 0), kPerPiece) * int(sizeof(T));
+                cp_async<kBytes>(tile.address(row, col), rows.at(i64(first) + row, col),
+                                 first + row < rows.count ? bytes : 0);
+            }
+        }
+    } else {
+#pragma unroll 4
+        for (int i = thread; i < Tile::kRows * Tile::kCols; i += kThreads) {
+            const int row = i / Tile::kCols, col = i % Tile::kCols;
+            typename Tile::Element x{};
+            if (first + row < rows.count && col < rows.dim) x = *rows.at(i64(first) + row, col);
+            tile.store(row, col, x);
+        }
+    }
+}
+
+// `tile` to rows first .. first + kRows. kBytes is 16 where rows start and end on 16 bytes, else 0. The caller has
+// made the tile visible to all kThreads threads; `thread` counts them.
+template <int kBytes, int kThreads, class T, class Tile>
+__device__ __forceinline__ void store_tile(Tile tile, const Rows<T>& rows, int first, int thread) {
+    if constexpr (kBytes == 16) {
+        constexpr int kPerPiece = 16 / int(sizeof(T));
+        constexpr int kPieces = Tile::kCols / kPerPiece;
+#pragma unroll
+        for (int i = 0; i < (kPieces * Tile::kRows + kThreads - 1) / kThreads; ++i) {
+            const int piece = i * kThreads + thread;
+            const int row = piece / kPieces, col = piece % kPieces * kPerPiece;
+            if (row < Tile::kRows && first + row < rows.count && col < rows.dim)
+                *reinterpret_cast<uint4*>(rows.at(i64(first) + row, col)) = tile.load_piece(row, col);
+        }
+    } else {
+#pragma unroll 4
+        for (int i = thread; i < Tile::kRows * Tile::kCols; i += kThreads) {
+            const int row = i / Tile::kCols, col = i % Tile::kCols;
+            if (first + row < rows.count && col < rows.dim)
+                *rows.at(i64(first) + row, col) = tile.load(row, col);
+        }
+    }
+}
+
+// Replaces every inf and NaN of the tile by zero. True, for all threads of the block, when there were any; the barrier
+// inside also shows the new tile to all threads.
+template <int kThreads, class Tile>
+__device__ __forceinline__ bool zero_nonfinite(Tile tile) {
+    using T = typename Tile::Element;
+    constexpr int kPerPiece = 16 / int(sizeof(T));
+    constexpr int kPieces = Tile::kCols / kPerPiece;
+    bool found = false;
+    for (int i = threadIdx.x; i < kPieces * Tile::kRows; i += kThreads) {
+        const int row = i / kPieces, col = i % kPieces * kPerPiece;
+        const uint4 piece = tile.load_piece(row, col);
+        const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+        bool dirty = false;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            if constexpr (sizeof(T) == 2) {
+                dirty |= is_nonfinite(T{u16(words[w])}) | is_nonfinite(T{u16(words[w] >> 16)});
+            } else if constexpr (sizeof(T) == 4) {
+                dirty |= is_nonfinite(__uint_as_float(words[w]));
+            } else if (w % 2 == 1) {  // a double's exponent is in its high word
+                dirty |= (words[w] & 0x7ff00000u) == 0x7ff00000u;
+            }
+        }
+        if (!dirty) continue;
+        found = true;
+        for (int c = 0; c < kPerPiece; ++c)
+            if (is_nonfinite(tile.load(row, col + c))) tile.store(row, col + c, T{});
+    }
+    return __syncthreads_or(found);
+}

@@ -1,0 +1,149 @@
+// Accumulator fragments and the one loop that multiplies tiles. A warp's fragment is kRowTiles x kColTiles tiles of
+// 16 x 8 elements; features reach them through for_each(f(x, i, j)) and never see a thread.
+#pragma once
+#include "atom.cuh"
+
+template <class Accum, int kRowTileCount, int kColTileCount>
+struct Fragment {
+    static constexpr int kRowTiles = kRowTileCount;
+    static constexpr int kColTiles = kColTileCount;
+    Accum x[kRowTiles][kColTiles][4];
+
+    __device__ __forceinline__ void fill(Accum value) {
+        for_each(0, 0, [&](Accum& element, int, int) { element = value; });
+    }
+    // f(element, row, column) for this thread's elements; the fragment's corner is at (row, col).
+    template <class F> __device__ __forceinline__ void for_each(int row, int col, F f) {
+        const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kColTiles; ++n)
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+                    f(x[m][n][r], row + 16 * m + g + 8 * (r / 2), col + 8 * n + 2 * t + r % 2);
+    }
+    // f(element, q): q counts the 2 * kRowTiles rows that this thread holds a part of.
+    template <class F> __device__ __forceinline__ void for_each_row(F f) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kColTiles; ++n)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) f(x[m][n][r], 2 * m + r / 2);
+    }
+};
+
+// The left operand of a product, made of accumulators: columns become k.
+template <class Atom, int kRowTiles, int kSteps>
+struct Operand {
+    typename Atom::A a[kRowTiles][kSteps];
+
+    template <class Accum, int kColTiles>
+    __device__ __forceinline__ explicit Operand(const Fragment<Accum, kRowTiles, kColTiles>& c) {
+        static_assert(kColTiles * 8 == kSteps * Atom::kK, "every column is one k");
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k)
+                if constexpr (Atom::kK == 8) a[m][k] = Atom::a_from_c(c.x[m][k]);
+                else a[m][k] = Atom::a_from_c(c.x[m][2 * k], c.x[m][2 * k + 1]);
+    }
+};
+
+// c += A B over kSteps steps of Atom::kK. load_a(m, k) gives the operand of row tile m, load_b(b, n, k) those of column
+// tiles 2n and 2n + 1. kUnroll: where both operands come from shared memory the loop over k need not be unrolled, and
+// for the wide types that keeps the code and the time to compile it small.
+template <class Atom, int kSteps, int kUnroll, class C, class LoadA, class LoadB>
+__device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
+    static_assert(C::kColTiles % 2 == 0, "operands come in pairs of column tiles");
+    if constexpr (Atom::kPromote == 0) {
+#pragma unroll(kUnroll)
+        for (int k = 0; k < kSteps; ++k) {
+            typename Atom::A a[C::kRowTiles];
+#pragma unroll
+            for (int m = 0; m < C::kRowTiles; ++m) a[m] = load_a(m, k);
+#pragma unroll
+            for (int n = 0; n < C::kColTiles / 2; ++n) {
+                typename Atom::B b[2];
+                load_b(b, n, k);
+#pragma unroll
+                for (int m = 0; m < C::kRowTiles; ++m) {
+                    Atom::mma(c.x[m][2 * n], a[m], b[0]);
+                    Atom::mma(c.x[m][2 * n + 1], a[m], b[1]);
+                }
+            }
+        }
+    } else {  // short chains into fresh accumulators, summed outside the tensor core
+#pragma unroll(kUnroll)
+        for (int first = 0; first < kSteps; first += Atom::kPromote) {
+            constexpr int kChain = Atom::kPromote < kSteps ? Atom::kPromote : kSteps;
+            typename Atom::A a[C::kRowTiles][kChain];
+#pragma unroll
+            for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+                for (int k = 0; k < kChain; ++k)
+                    if (first + k < kSteps) a[m][k] = load_a(m, first + k);
+#pragma unroll
+            for (int n = 0; n < C::kColTiles / 2; ++n) {
+                decltype(c.x[0][0][0] + 0) part[C::kRowTiles][2][4] = {};
+#pragma unroll
+                for (int k = 0; k < kChain; ++k) {
+                    if (first + k >= kSteps) continue;
+                    typename Atom::B b[2];
+                    load_b(b, n, first + k);
+#pragma unroll
+                    for (int m = 0; m < C::kRowTiles; ++m) {
+                        Atom::mma(part[m][0], a[m][k], b[0]);
+                        Atom::mma(part[m][1], a[m][k], b[1]);
+                    }
+                }
+#pragma unroll
+                for (int m = 0; m < C::kRowTiles; ++m)
+#pragma unroll
+                    for (int r = 0; r < 8; ++r) c.x[m][2 * n + r / 4][r % 4] += part[m][r / 4][r % 4];
+            }
+        }
+    }
+}
+
+// A warp's accumulators into a tile of the output's type, each lane its own elements.
+template <class Tile, class Accum, int kRowTiles, int kColTiles>
+__device__ __forceinline__ void store_fragment(Tile tile, const Fragment<Accum, kRowTiles, kColTiles>& c,
+                                               int row = 0, int col = 0) {
+    using T = typename Tile::Element;
+    const int g = lane_id() / 4, t = lane_id() % 4;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kColTiles; ++n)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int i = row + 16 * m + g + 8 * h, j = col + 8 * n + 2 * t;
+                if constexpr (sizeof(T) == 2) {
+                    tile.store_pair(i, j, pack<T>(c.x[m][n][2 * h], c.x[m][n][2 * h + 1]));
+                } else {
+                    tile.store(i, j, c.x[m][n][2 * h]);
+                    tile.store(i, j + 1, c.x[m][n][2 * h + 1]);
+                }
+            }
+}
+
+// Adds one 16 x 8 accumulator tile to 128 values in global memory. Their order is the fragment's own, so that a warp's
+// additions are contiguous: [lane][r] where four can be added at once, else [r][lane].
+template <bool kVector, class Accum>
+__device__ __forceinline__ void add_fragment(Accum* destination, const Accum (&x)[4]) {
+    if constexpr (kVector) {
+        red_add_v4(destination + 4 * lane_id(), x);
+    } else {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) red_add(destination + kWarpSize * r + lane_id(), x[r]);
+    }
+}
+
+// Where add_fragment puts element (row, col) of a matrix of kColTiles column tiles.
+template <bool kVector, int kColTiles>
+__device__ __forceinline__ i64 fragment_index(i64 row, int col) {
+    const int r = int(row % 16) / 8 * 2 + col % 2, lane = int(row % 8) * 4 + col % 8 / 2;
+    return (row / 16 * kColTiles + col / 8) * 128 + (kVector ? 4 * lane + r : kWarpSize * r + lane);
+}
