@@ -88,8 +88,10 @@ def compile_text(text: str, name: str, arch: str) -> tuple[bytes, str]:
     try:
         nvrtc.compileProgram(program, (f"--gpu-architecture={arch}", *OPTIONS))
         log = nvrtc.getProgramLog(program)
-        binary = nvrtc.getPTX(program) if arch.startswith("compute_") else nvrtc.getCUBIN(program)
-        return (binary.encode() if isinstance(binary, str) else binary), log
+        if arch.startswith("compute_"):
+            return nvrtc.getPTX(program).encode(), log
+        # CuPy drops the last byte, as if a cubin were text that ends in a zero: an ELF file lacks it.
+        return nvrtc.getCUBIN(program) + b"\0", log
     except nvrtc.NVRTCError as error:
         raise CompileError(f"{error}\n{nvrtc.getProgramLog(program)}") from error
     finally:

@@ -197,7 +197,7 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
     step, narrow = entry
     if narrow:
         q, k, v = _pack_narrow(problem, q, k, v)
-    step.launch(device_id, q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr, 0, 0)
+    step.launch(device_id, q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr, 0)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -299,11 +299,11 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
         problem, device_facts(device_id), dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile))
 
     accum_type = np.float64 if problem.dtype == "float64" else np.float32
-    stats = cupy.empty((3, steps.rows * steps.stats_pitch), accum_type)
-    delta, row_max, row_log2_sum = (stats.data.ptr + n * stats.strides[0] for n in range(3))
+    workspace = cupy.empty(3 * steps.rows * steps.stats_pitch, accum_type)
+    stats = workspace.data.ptr
     accum = flags = ticket = 0
     if dq is not None:
-        accum_bytes = steps.accum_values * stats.itemsize
+        accum_bytes = steps.accum_values * workspace.itemsize
         zeroed = cupy.zeros(accum_bytes // 4 + steps.flag_count + 1, np.uint32)
         accum = zeroed.data.ptr
         flags, ticket = accum + accum_bytes, accum + accum_bytes + 4 * steps.flag_count
@@ -311,10 +311,10 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
     def pointer(array):
         return 0 if array is None else array.data.ptr
 
-    steps.delta.launch(device_id, out.data.ptr, dout.data.ptr, lse.data.ptr, pointer(dlse), delta, row_max, row_log2_sum)
-    steps.stats.launch(device_id, q.data.ptr, k.data.ptr, v.data.ptr, 0, lse.data.ptr, row_max, row_log2_sum)
+    steps.delta.launch(device_id, out.data.ptr, dout.data.ptr, lse.data.ptr, pointer(dlse), stats)
+    steps.stats.launch(device_id, q.data.ptr, k.data.ptr, v.data.ptr, 0, lse.data.ptr, stats)
     steps.main.launch(device_id, q.data.ptr, k.data.ptr, v.data.ptr, dout.data.ptr, pointer(dk), pointer(dv), accum,
-                      flags, ticket, delta, row_max, row_log2_sum)
+                      flags, ticket, stats)
     if dq is not None:
         steps.cast.launch(device_id, accum, dq.data.ptr)
 

@@ -37,28 +37,28 @@ _SHAPE = [
     ("num_blocks", "u32"),
 ]
 _BAND = [("band_lo", "i32"), ("band_hi", "i32")]
-# Statistics of each row of queries, (batch * head, row) with stats_pitch values between heads:
+# Statistics of each row of queries, (batch * head, 3, row) with stats_pitch rows: row_max, row_log2_sum and delta, where
 # p = exp2((s - row_max) * scale_log2 - row_log2_sum).
-_STATS = [("row_max", "out"), ("row_log2_sum", "out")]
+_STATS = ("stats", "out")
 
 # Pointers come first: a launch that differs from an earlier one in its arrays only packs these anew.
 TABLES = {
     "forward": [
-        ("q", "in"), ("k", "in"), ("v", "in"), ("out", "out"), ("lse", "out"), *_STATS,
+        ("q", "in"), ("k", "in"), ("v", "in"), ("out", "out"), ("lse", "out"), _STATS,
         ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
         ("out_strides", "strides"), ("lse_strides", "strides"), *_SHAPE, *_BAND,
         ("scale_log2", "f64"), ("stats_pitch", "i64"), ("lse_threshold", "f64"),
     ],
     "backward": [
         ("q", "in"), ("k", "in"), ("v", "in"), ("dout", "in"), ("dk", "out"), ("dv", "out"),
-        ("dq_accum", "out"), ("flags", "out"), ("ticket", "out"), ("delta", "in"), *_STATS,
+        ("dq_accum", "out"), ("flags", "out"), ("ticket", "out"), _STATS,
         ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
         ("dout_strides", "strides"), ("dk_strides", "strides"), ("dv_strides", "strides"), *_SHAPE,
         *_BAND, ("scale_log2", "f64"), ("scale", "f64"), ("stats_pitch", "i64"),
         ("accum_pitch", "i64"), ("num_m_blocks", "u32"),
     ],
     "delta": [
-        ("out", "in"), ("dout", "in"), ("lse", "in"), ("dlse", "in"), ("delta", "out"), *_STATS,
+        ("out", "in"), ("dout", "in"), ("lse", "in"), ("dlse", "in"), _STATS,
         ("out_strides", "strides"), ("dout_strides", "strides"), ("lse_strides", "strides"),
         ("dlse_strides", "strides"), *_SHAPE, ("stats_pitch", "i64"),
     ],

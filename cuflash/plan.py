@@ -43,9 +43,12 @@ class Plan:
 
 
 def tile_bytes(rows: int, cols: int, item_bytes: int) -> int:
-    """Bytes of a shared-memory tile: rows are an odd number of 16-byte pieces (kernels_cu/tile/smem_tile.cuh)."""
+    """Bytes of a shared-memory tile: rows of whole 128-byte lines, else padded to an odd number of 16-byte pieces.
+
+    The same rule as row_pitch in kernels_cu/tile/smem_tile.cuh.
+    """
     row = cols * item_bytes
-    return rows * (row + 16 if (row // 16) % 2 == 0 else row)
+    return rows * (row if row % 128 == 0 or row // 16 % 2 == 1 else row + 16)
 
 
 def round_up(value: int, multiple: int) -> int:

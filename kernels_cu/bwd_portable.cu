@@ -22,8 +22,8 @@
 // have long arrived, so that neither the read nor the fence is waited for.
 //
 // Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
-// dout [kBlockM][kHeadDimV], row_max, row_log2_sum, delta [kBlockM]) | ds^T [kBlockN][kBlockM]; at the end dk and dv
-// are staged over k and v.
+// dout [kBlockM][kHeadDimV], row_max, row_log2_sum, delta [kBlockM]) | ds^T [kBlockN][kBlockM] | the addresses of q and
+// dout; at the end dk and dv are staged over k and v.
 //
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and kSliceDimV of dv, where
 // all of them would not fit the registers.
@@ -59,7 +59,8 @@ using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_log2_sum, 
 inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
 inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
-static_assert(kDsBegin + (Plan::kNeedDq ? DsTile::kBytes : 0) == Plan::kSmemBytes, "plan.py's sum is this one");
+inline constexpr int kPointersBegin = kDsBegin + (Plan::kNeedDq ? DsTile::kBytes : 0);
+static_assert(kPointersBegin + 2 * SharedPointer::kBytes == Plan::kSmemBytes, "plan.py's sum is this one");
 
 using Scores = Fragment<Accum, kRowTiles, Plan::kBlockM / 8>;
 using KeyGrad = Fragment<Accum, kRowTiles, Plan::kSliceDim / 8>;
@@ -74,16 +75,29 @@ struct Backward {
     const int first_key, warp_row;
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
-    bool k_dirty = false;  // k held inf or NaN, which are zeros in shared memory now
-    u32 head = 0;          // the query head of the current step
-    const T *q_start, *dout_start;
+    bool k_dirty = false;  // k holds inf or NaN
+    bool q_dirty = false, dout_dirty = false;  // so did one of theirs that was masked; they were replaced by zero
+    u32 head;              // the query head of the current step
     u32* raise_flag = nullptr;  // of the last additions, which are not announced yet
     u32 raise_value = 0;
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
         : p(params), work(w), smem(smem_base), first_key(w.block * Plan::kBlockN),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
-          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)) {}
+          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)),
+          head(w.head * p.group) {
+        if (threadIdx.x == 0) {
+            q_start().set(head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, 0));
+            dout_start().set(head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, work.batch, 0));
+        }
+        __syncthreads();
+    }
+
+    // Of the batch entry's first head.
+    __device__ __forceinline__ SharedPointer q_start() const { return {smem + kPointersBegin}; }
+    __device__ __forceinline__ SharedPointer dout_start() const {
+        return {smem + kPointersBegin + SharedPointer::kBytes};
+    }
 
     __device__ __forceinline__ KTile k_tile() const { return {smem}; }
     __device__ __forceinline__ VTile v_tile() const { return {smem + KTile::kBytes}; }
@@ -102,16 +116,14 @@ struct Backward {
         return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, work.batch, work.head), p.v_strides, p.seqlen_k,
                 p.head_dim_v};
     }
-    __device__ __forceinline__ Rows<const T> q_rows() const { return {q_start, p.q_strides, p.seqlen_q, p.head_dim}; }
+    __device__ __forceinline__ Rows<const T> q_rows() const {
+        return {q_start().get<const T>() + i64(head) * p.q_strides.head, p.q_strides, p.seqlen_q, p.head_dim};
+    }
     __device__ __forceinline__ Rows<const T> dout_rows() const {
-        return {dout_start, p.dout_strides, p.seqlen_q, p.head_dim_v};
+        return {dout_start().get<const T>() + i64(head) * p.dout_strides.head, p.dout_strides, p.seqlen_q,
+                p.head_dim_v};
     }
 
-    __device__ __forceinline__ void begin_head(u32 query_head) {
-        head = query_head;
-        q_start = head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, head);
-        dout_start = head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, work.batch, head);
-    }
     __device__ __forceinline__ i64 row_base() const { return i64(work.batch) * p.num_heads + head; }
 
     __device__ __forceinline__ void load_kv() const {
@@ -123,11 +135,11 @@ struct Backward {
         load_tile<Plan::kCopyBytes, kThreads>(dout_tile(stage), dout_rows(), m_block * Plan::kBlockM);
         // The workspaces are padded to whole blocks, so nothing here needs a bound.
         constexpr int kPieces = Plan::kBlockM * int(sizeof(Accum)) / 16;
-        const i64 first = row_base() * p.stats_pitch + i64(m_block) * Plan::kBlockM;
+        const Accum* first = static_cast<const Accum*>(p.stats) + row_base() * 3 * p.stats_pitch +
+                             i64(m_block) * Plan::kBlockM;
         for (int i = threadIdx.x; i < 3 * kPieces; i += kThreads) {
             const int which = i / kPieces, col = i % kPieces * (16 / int(sizeof(Accum)));
-            const void* source = which == 0 ? p.row_max : which == 1 ? p.row_log2_sum : p.delta;
-            cp_async<16>(stats_tile(stage).address(which, col), static_cast<const Accum*>(source) + first + col, 16);
+            cp_async<16>(stats_tile(stage).address(which, col), first + which * p.stats_pitch + col);
         }
     }
 
@@ -145,7 +157,7 @@ struct Backward {
         }
     }
     template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
-        c.for_each(first_key + warp_row, m_block * Plan::kBlockM, [&](Accum& x, int j, int i) { f(x, i, j); });
+        c.for_each(opaque(first_key + warp_row), m_block * Plan::kBlockM, [&](Accum& x, int j, int i) { f(x, i, j); });
     }
 
     // P^T of one block.
@@ -156,25 +168,10 @@ struct Backward {
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s, [&](int m, int step) { return Atom::load_a(k, warp_row + 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
-        if constexpr (Plan::kBand)
-            if (k_dirty) add_dirty_keys(s, stage);
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
         with_stats(s, stage, 1, [&](Accum& x, Accum log2_sum) { x = exp2_of(x * scale_log2 - log2_sum); });
-        if (masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible(i, j) ? x : Accum(0); });
-    }
-
-    // The part of S^T that the zeroed inf and NaN of k would have given.
-    __device__ __forceinline__ void add_dirty_keys(Scores& s, int stage) const {
-        const Rows<const T> keys = k_rows();
-        for (int r = first_key; r < min_of(first_key + Plan::kBlockN, keys.count); ++r)
-            for (int d = 0; d < keys.dim; ++d) {
-                const T raw = *keys.at(r, d);
-                if (!is_nonfinite(raw)) continue;
-                s.for_each(first_key + warp_row, 0, [&](Accum& x, int j, int column) {
-                    if (j == r) x += Accum(to_float(raw)) * Accum(to_float(q_tile(stage).load(column, d)));
-                });
-            }
+        if (masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
     // dS^T of one block from P^T.
@@ -192,24 +189,18 @@ struct Backward {
             for (int n = 0; n < Scores::kColTiles; ++n)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) ds.x[m][n][r] *= weights.x[m][n][r];
-        if (masked) for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible(i, j) ? x : Accum(0); });
+        if (masked) for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
-    // c += (operand: this warp's keys x queries) * (columns of a tile stored [query][dim]).
-    template <bool kWeight, class C, class Tile>
-    __device__ __forceinline__ void accumulate(C& c, const Scores& left, Tile tile, int first_col,
-                                               const Rows<const T>& rows, int m_block, bool dirty) const {
+    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]).
+    template <class C, class Tile>
+    __device__ __forceinline__ void accumulate(C& c, const Scores& left, Tile tile, int first_col) const {
         const Operand<Atom, kRowTiles, Plan::kBlockM / Atom::kK> operand(left);
         gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
             c, [&](int m, int step) { return operand.a[m][step]; },
             [&](Atom::B(&b)[2], int n, int step) {
                 Atom::load_b_trans(b, tile, first_col + 16 * n, step * Atom::kK);
             });
-        if constexpr (Plan::kBand)
-            if (dirty)
-                restore_nonfinite<kWeight>(c, first_key + warp_row, 0, rows.from_column(first_col),
-                                           m_block * Plan::kBlockM, Plan::kBlockM,
-                                           [&](int j, int i) { return visible(i, j); });
     }
 
     __device__ __forceinline__ void accumulate_dq(int m_block) {
@@ -226,7 +217,7 @@ struct Backward {
                        work.block);
             flag = static_cast<u32*>(p.flags) +
                    ((row_base() * Plan::kSlices + work.slice) * p.num_m_blocks + m_block) * kDqWarps + warp;
-            seen = lane_id() == 0 ? load_acquire(flag) : turn;
+            seen = lane_id() == 0 ? load_relaxed(flag) : turn;
         }
         const DsTile ds = ds_tile();
         const KTile k = k_tile();
@@ -235,12 +226,8 @@ struct Backward {
         gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
             dq, [&](int m, int step) { return Atom::load_a_trans(ds, row + 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b_trans(b, k, slice_col + 16 * n, step * Atom::kK); });
-        if constexpr (Plan::kBand)
-            if (k_dirty)
-                restore_nonfinite<false>(dq, m_block * Plan::kBlockM + row, 0, k_rows().from_column(slice_col),
-                                         first_key, Plan::kBlockN, visible);
         if constexpr (Plan::kDeterministic) {
-            while (seen != turn) seen = load_acquire(flag);
+            while (seen != turn) seen = load_relaxed(flag);
             __syncwarp();
         }
         add_dq(dq, m_block, row, slice_col);
@@ -295,19 +282,53 @@ struct Backward {
         compute_ds(ds, weights, m_block, stage, masked);
         if constexpr (Plan::kNeedDq) store_fragment(ds_tile(), ds, warp_row);
         __syncthreads();
-        // 0 * NaN is NaN: a query that does not see a key must not reach the key's gradients.
-        bool q_dirty = false, dout_dirty = false;
-        if constexpr (Plan::kBand && Plan::kNeedDkv)
-            if (masked) {
-                q_dirty = zero_nonfinite<kThreads>(q_tile(stage));
-                dout_dirty = zero_nonfinite<kThreads>(dout_tile(stage));
+        // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's gradients.
+        if constexpr (Plan::kBand) {
+            if (masked && Plan::kNeedDkv) {
+                q_dirty |= find_nonfinite<true, kThreads>(q_tile(stage));
+                dout_dirty |= find_nonfinite<true, kThreads>(dout_tile(stage));
             }
+            if (k_dirty) find_nonfinite<true, kThreads>(k_tile());
+        }
         if constexpr (Plan::kNeedDkv) {
-            accumulate<true>(dv, weights, dout_tile(stage), work.slice * Plan::kSliceDimV, dout_rows(), m_block,
-                             dout_dirty);
-            accumulate<false>(dk, ds, q_tile(stage), work.slice * Plan::kSliceDim, q_rows(), m_block, q_dirty);
+            accumulate(dv, weights, dout_tile(stage), work.slice * Plan::kSliceDimV);
+            accumulate(dk, ds, q_tile(stage), work.slice * Plan::kSliceDim);
         }
         if constexpr (Plan::kNeedDq) accumulate_dq(m_block);
+        if (Plan::kBand && k_dirty) {  // the next scores need k as it is
+            __syncthreads();
+            load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
+            cp_async_commit_group();
+        }
+    }
+
+    // What the zeros in place of inf and NaN have kept out of dk and dv, for the queries that see a key...
+    __device__ __forceinline__ void restore_dkv(KeyGrad& dk, ValueGrad& dv, int first, int last) {
+        const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
+        for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
+            if (dout_dirty)
+                restore_nonfinite<true>(dv, first_key + warp_row, 0,
+                                        dout_rows().from_column(work.slice * Plan::kSliceDimV), first, last, sees);
+            if (q_dirty)
+                restore_nonfinite<false>(dk, first_key + warp_row, 0,
+                                         q_rows().from_column(work.slice * Plan::kSliceDim), first, last, sees);
+        }
+    }
+    // ... and out of dq. NaN plus anything is NaN, so these additions need no turn.
+    __device__ __forceinline__ void restore_dq(int first, int last) {
+        const Rows<const T> keys = k_rows();
+        for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
+            Accum* accum = static_cast<Accum*>(p.dq_accum) + row_base() * p.accum_pitch;
+            for (int j = first_key; j < min_of(first_key + Plan::kBlockN, keys.count); ++j)
+                for (int d = 0; d < keys.dim; ++d) {
+                    const T raw = *keys.at(j, d);
+                    if (!is_nonfinite(raw)) continue;
+                    for (int i = first + int(threadIdx.x); i < last; i += kThreads)
+                        if (visible(i, j))
+                            red_add(accum + fragment_index<Plan::kAccumVector, Plan::kAccumTiles>(i, d),
+                                    Accum(to_float(raw)) * 0);
+                }
+        }
     }
 };
 
@@ -325,7 +346,7 @@ __device__ __forceinline__ u32 take_ticket(const Params& p, u32 smem) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
 bwd_portable(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) unsigned char smem[];
+    extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
     BlockWork work(take_ticket(p, base), p.num_blocks, p.num_heads / p.group);
     if constexpr (Plan::kDeterministic) work.block = int(p.num_blocks) - 1 - work.block;
@@ -343,14 +364,13 @@ bwd_portable(const __grid_constant__ Params p) {
     ValueGrad dv;
     dk.fill(0);
     dv.fill(0);
-    backward.begin_head(work.head * p.group);
     backward.load_kv();
     if (Plan::kStages > 1 && total > 0) backward.load_q(range.begin, 0);
     cp_async_commit_group();
     if constexpr (Plan::kBand) {
         cp_async_wait_group<0>();
         __syncthreads();
-        backward.k_dirty = zero_nonfinite<kThreads>(backward.k_tile());
+        backward.k_dirty = find_nonfinite<false, kThreads>(backward.k_tile());
     }
     int stage = 0, m_block = range.begin;
     for (int done = 0; done < total; ++done) {
@@ -365,19 +385,23 @@ bwd_portable(const __grid_constant__ Params p) {
             cp_async_wait_group<0>();
             __syncthreads();
         }
-        const u32 head = backward.head;
         if (Plan::kStages > 1 && done + 1 < total) {
-            if (last_of_head) backward.begin_head(head + 1);
+            backward.head += last_of_head;
             backward.load_q(last_of_head ? range.begin : m_block + 1, stage ^ 1);
             cp_async_commit_group();
-            if (last_of_head) backward.begin_head(head);
+            backward.head -= last_of_head;
         }
         backward.step(dk, dv, m_block, stage, m_block >= range.full_end || m_block < range.full_begin);
-        if (last_of_head && done + 1 < total) backward.begin_head(head + 1);
+        backward.head += last_of_head;
         m_block = last_of_head ? range.begin : m_block + 1;
         if (Plan::kStages > 1) stage ^= 1;
     }
     cp_async_wait_group<0>();
     backward.announce();
+    if constexpr (Plan::kBand) {
+        const int first = range.begin * Plan::kBlockM, last = min_of(range.end * Plan::kBlockM, p.seqlen_q);
+        if (Plan::kNeedDq && backward.k_dirty) backward.restore_dq(first, last);
+        if (Plan::kNeedDkv && (backward.q_dirty || backward.dout_dirty)) backward.restore_dkv(dk, dv, first, last);
+    }
     if constexpr (Plan::kNeedDkv) backward.store(dk, dv);
 }

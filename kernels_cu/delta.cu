@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize) delta(cons
                              p.seqlen_q, p.head_dim_v);
     const Accum* lse = head_start<const Accum>(p.lse, p.lse_strides, p.batch_sizes, batch, head);
     const Accum* dlse = head_start<const Accum>(p.dlse, p.dlse_strides, p.batch_sizes, batch, head);
-    const i64 base = i64(outer) * p.stats_pitch;
+    Accum* stats = static_cast<Accum*>(p.stats) + i64(outer) * 3 * p.stats_pitch;
 
     const i64 first = i64(block) * Plan::kBlockRows + threadIdx.x / kWarpSize;
     for (i64 row = first; row < min_of(i64(block + 1) * Plan::kBlockRows, p.stats_pitch); row += Plan::kWarps) {
@@ -61,9 +61,8 @@ extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize) delta(cons
         if (lane != 0) continue;
         if (Plan::kDlse && exists) sum -= dlse[row * p.dlse_strides.row];
         const Accum value = exists ? lse[row * p.lse_strides.row] : -infinity<Accum>();
-        static_cast<Accum*>(p.delta)[base + row] = sum;
-        static_cast<Accum*>(p.row_max)[base + row] = 0;
-        static_cast<Accum*>(p.row_log2_sum)[base + row] =
-            value == -infinity<Accum>() ? infinity<Accum>() : value * Accum(kLog2e);
+        stats[row] = 0;
+        stats[p.stats_pitch + row] = value == -infinity<Accum>() ? infinity<Accum>() : value * Accum(kLog2e);
+        stats[2 * p.stats_pitch + row] = sum;
     }
 }

@@ -15,7 +15,7 @@
 // an accumulator fragment is an operand (tile/atom.cuh).
 //
 // Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]); at the end the same
-// bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte pieces.
+// bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte pieces | the addresses of k and v.
 //
 // Schedule: keys run from the last visible block to the first, so that the masked ends of the range and the long full
 // middle are one loop. With a band, blocks of queries run from the last to the first: the longest rows start first.
@@ -49,7 +49,8 @@ using OTile = SmemTile<T, kWarpRows, Plan::kHeadDimV>;
 inline constexpr int kStageBytes = KTile::kBytes + (Plan::kStats ? 0 : VTile::kBytes);
 inline constexpr int kInputBytes = QTile::kBytes + Plan::kStages * kStageBytes;
 inline constexpr int kOutputBytes = Plan::kStats ? 0 : Plan::kWarps * OTile::kBytes;
-static_assert(max_of(kInputBytes, kOutputBytes) == Plan::kSmemBytes, "plan.py's sum is this one");
+inline constexpr int kTileBytes = max_of(kInputBytes, kOutputBytes);
+static_assert(kTileBytes + 2 * SharedPointer::kBytes == Plan::kSmemBytes, "plan.py's sum is this one");
 
 using BlockWork = Work<Plan::kSlices>;
 using Scores = Fragment<Accum, kRowTiles, Plan::kBlockN / 8>;
@@ -58,30 +59,39 @@ using Output = Fragment<Accum, kRowTiles, Plan::kHeadDimV / 8>;
 struct Forward {
     const Params& p;
     const BlockWork work;
-    const T *const k_start, *const v_start;
     const QTile q_tile;
     const u32 ring;                // address of stage 0
     const int first_row, warp_row;  // of the block, of this warp
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
     Softmax<Accum, kRowTiles> softmax;
+    bool dirty = false;  // v held inf or NaN in a masked block, which were replaced by zero
 
     __device__ __forceinline__ Forward(const Params& params, BlockWork w, u32 smem)
         : p(params), work(w),
-          k_start(head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head / p.group)),
-          v_start(head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group)),
           q_tile{smem}, ring(smem + QTile::kBytes), first_row(w.block * Plan::kBlockM),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
           visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)) {
         softmax.init();
+        if (threadIdx.x == 0) {
+            k_start().set(head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head / p.group));
+            v_start().set(head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ SharedPointer k_start() const { return {q_tile.base + kTileBytes}; }
+    __device__ __forceinline__ SharedPointer v_start() const {
+        return {q_tile.base + kTileBytes + SharedPointer::kBytes};
     }
 
     // Built where they are used: strides and lengths come from constant memory and need not live in registers.
     __device__ __forceinline__ Rows<const T> k_rows() const {
-        return {k_start, p.k_strides, p.seqlen_k, p.head_dim};
+        return {k_start().get<const T>(), p.k_strides, p.seqlen_k, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> v_rows() const {
-        return Rows<const T>(v_start, p.v_strides, p.seqlen_k, p.head_dim_v).from_column(work.slice * Plan::kHeadDimV);
+        return Rows<const T>(v_start().get<const T>(), p.v_strides, p.seqlen_k, p.head_dim_v)
+            .from_column(work.slice * Plan::kHeadDimV);
     }
     __device__ __forceinline__ KTile k_tile(int stage) const { return {ring + stage * kStageBytes}; }
     __device__ __forceinline__ VTile v_tile(int stage) const {
@@ -110,26 +120,20 @@ struct Forward {
     __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block, bool masked) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if (!masked) return;
-        s.for_each(first_row + warp_row, n_block * Plan::kBlockN, [&](Accum& x, int i, int j) {
+        s.for_each(opaque(first_row + warp_row), n_block * Plan::kBlockN, [&](Accum& x, int i, int j) {
             x = visible(i, j) ? x : -infinity<Accum>();
         });
     }
 
-    // O = factor * O + P V.
-    __device__ __forceinline__ void accumulate(Output& o, const Scores& s, int n_block, int stage, bool masked) const {
+    // O += P V.
+    __device__ __forceinline__ void accumulate(Output& o, const Scores& s, int stage, bool masked) {
         const VTile v = v_tile(stage);
-        // 0 * NaN is NaN: a hidden key's value must not reach the product.
-        bool dirty = false;
         if constexpr (Plan::kBand)
-            if (masked) dirty = zero_nonfinite<kThreads>(v);
+            if (masked) dirty |= find_nonfinite<true, kThreads>(v);
         const Operand<Atom, kRowTiles, Plan::kBlockN / Atom::kK> weights(s);
         gemm<Atom, Plan::kBlockN / Atom::kK, Plan::kBlockN>(
             o, [&](int m, int step) { return weights.a[m][step]; },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b_trans(b, v, 16 * n, step * Atom::kK); });
-        if constexpr (Plan::kBand)
-            if (dirty)
-                restore_nonfinite<true>(o, first_row + warp_row, 0, v_rows(), n_block * Plan::kBlockN,
-                                        Plan::kBlockN, visible);
     }
 
     __device__ __forceinline__ void step(Output& o, int n_block, int stage, bool masked) {
@@ -139,7 +143,7 @@ struct Forward {
         softmax.update(s, scale_log2, [&](const Accum(&factor)[kRowsPerLane]) {
             if constexpr (!Plan::kStats) o.for_each_row([&](Accum& x, int q) { x *= factor[q]; });
         });
-        if constexpr (!Plan::kStats) accumulate(o, s, n_block, stage, masked);
+        if constexpr (!Plan::kStats) accumulate(o, s, stage, masked);
     }
 
     // f(row of the sequence, q) once for each row of this quad that exists.
@@ -173,9 +177,6 @@ struct Forward {
         });
     }
 
-    __device__ __forceinline__ i64 stats_base() const {
-        return (i64(work.batch) * p.num_heads + work.head) * p.stats_pitch;
-    }
     // Whether any row of the block needs new statistics; they all read their lse again in store_stats.
     __device__ __forceinline__ bool any_large_lse() const {
         const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
@@ -191,15 +192,16 @@ struct Forward {
         const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
         for_each_row([&](int row, int q) {
             if (!is_large(static_cast<const Accum*>(p.lse)[base + row * p.lse_strides.row])) return;
-            static_cast<Accum*>(p.row_max)[stats_base() + row] = softmax.reference[q];
-            static_cast<Accum*>(p.row_log2_sum)[stats_base() + row] = log2_of(softmax.sum[q]);
+            Accum* stats = static_cast<Accum*>(p.stats) + (i64(work.batch) * p.num_heads + work.head) * 3 * p.stats_pitch;
+            stats[row] = softmax.reference[q];
+            stats[p.stats_pitch + row] = log2_of(softmax.sum[q]);
         });
     }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
 fwd_portable(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) unsigned char smem[];
+    extern __shared__ __align__(128) unsigned char smem[];
     BlockWork work(blockIdx.x, p.num_blocks, p.num_heads);
     if constexpr (Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
     Forward forward(p, work, smem_address(smem));
@@ -246,6 +248,10 @@ fwd_portable(const __grid_constant__ Params p) {
     }
     cp_async_wait_group<0>();
 
+    if constexpr (Plan::kBand && !Plan::kStats)
+        if (forward.dirty)
+            restore_nonfinite<true>(o, forward.first_row + forward.warp_row, 0, forward.v_rows(),
+                                    range.begin * Plan::kBlockN, range.end * Plan::kBlockN, forward.visible);
     forward.softmax.finish();
     if constexpr (Plan::kStats) {
         forward.store_stats();

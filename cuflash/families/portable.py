@@ -84,7 +84,7 @@ def forward_smem(problem, tile: Tile, stats: bool) -> int:
     head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile.slices)
     stage = tile_bytes(tile.block_n, head_dim, item) + (0 if stats else tile_bytes(tile.block_n, head_dim_v, item))
     inputs = tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
-    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item))
+    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 16
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
@@ -95,7 +95,7 @@ def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
     keys = tile_bytes(tile.block_n, head_dim, item) + tile_bytes(tile.block_n, head_dim_v, item)
     stage = tile_bytes(tile.block_m, head_dim, item) + tile_bytes(tile.block_m, head_dim_v, item)
     stage += tile_bytes(3, tile.block_m, max(item, 4))
-    return keys + tile.stages * stage + (tile_bytes(tile.block_n, tile.block_m, item) if need_dq else 0)
+    return keys + tile.stages * stage + (tile_bytes(tile.block_n, tile.block_m, item) if need_dq else 0) + 16
 
 
 def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:

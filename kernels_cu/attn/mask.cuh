@@ -9,21 +9,28 @@ struct Mask {
     int lo, hi;  // the band, as in attn/band.cuh
     int seqlen_q, seqlen_k;
 
+    // As an interval of keys for each query: along a row of scores its ends are computed once.
     __device__ __forceinline__ bool operator()(int i, int j) const {
-        bool visible = i < seqlen_q && j < seqlen_k;
-        if constexpr (kBand) visible = visible && j - i >= lo && j - i <= hi;
-        return visible;
+        const int first = kBand ? i + lo : 0;
+        const int last = i >= seqlen_q ? -1 : kBand ? min_of(i + hi, seqlen_k - 1) : seqlen_k - 1;
+        return j >= first && j <= last;
+    }
+    // The same as an interval of queries for each key, for transposed scores.
+    __device__ __forceinline__ bool transposed(int j, int i) const {
+        const int first = kBand ? j - hi : 0;
+        const int last = j >= seqlen_k ? -1 : kBand ? min_of(j - lo, seqlen_q - 1) : seqlen_q - 1;
+        return i >= first && i <= last;
     }
 };
 
-// After a product whose right operand's tile (rows first .. first + count of `rows`) had its inf and NaN replaced by
-// zero: give them back to the elements that see them, and to no other. c's element (row, col) sees row r of the operand
-// when visible(row, r). With kWeight they count with a positive weight, so that inf stays inf; without, the weight has
-// no known sign and the result is NaN.
+// After products whose right operands had inf and NaN replaced by zero, since 0 * NaN is NaN and hidden elements must
+// add nothing: gives them back to the elements that see them. Once more does no harm, so one pass at the end serves for
+// all tiles. c's element (row, col) sees row r of `rows`, first <= r < last, when visible(row, r). With kWeight they
+// count with a positive weight, so that inf stays inf; without, the weight has no known sign and the result is NaN.
 template <bool kWeight, class C, class T, class Visible>
-__device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const Rows<T>& rows, int first, int count,
+__device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const Rows<T>& rows, int first, int last,
                                                Visible visible) {
-    for (int r = first; r < min_of(first + count, rows.count); ++r)
+    for (int r = first; r < min_of(last, rows.count); ++r)
         for (int d = col; d < min_of(col + 8 * C::kColTiles, rows.dim); ++d) {
             const T raw = *rows.at(r, d);
             if (!is_nonfinite(raw)) continue;

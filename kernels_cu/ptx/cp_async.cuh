@@ -6,12 +6,30 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) {
     return u32(__cvta_generic_to_shared(pointer));
 }
 
+template <int kBytes> __device__ __forceinline__ void cp_async(u32 destination, const void* source, int bytes);
+
+// Copies kBytes. The form without a byte count is a single instruction; the one with it needs five more.
+template <int kBytes>
+__device__ __forceinline__ void cp_async(u32 destination, const void* source) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (kBytes == 16) {  // .cg: past L1, which shared memory replaces
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                     :: "r"(destination), "l"(source) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+                     :: "r"(destination), "l"(source), "n"(kBytes) : "memory");
+    }
+#else
+    cp_async<kBytes>(destination, source, kBytes);
+#endif
+}
+
 // Copies `bytes` (<= kBytes) and fills the rest of the kBytes with zeros; a source of 0 bytes is never read.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(u32 destination, const void* source, int bytes) {
     static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "cp.async moves 4, 8 or 16 bytes");
 #if __CUDA_ARCH__ >= 800
-    if constexpr (kBytes == 16) {  // .cg: past L1, which shared memory replaces
+    if constexpr (kBytes == 16) {
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                      :: "r"(destination), "l"(source), "r"(bytes) : "memory");
     } else {

@@ -4,6 +4,13 @@
 
 inline constexpr u32 kFullWarp = 0xffffffffu;
 
+// x, but the compiler cannot tell: what is computed from it stays where it is, in place of being moved out of a loop
+// into registers that the loop needs for itself.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // 2^x. The float form flushes subnormal results to zero and is within 2^-22 of exact (PTX ISA 9.7.3.21, ex2.approx).
 __device__ __forceinline__ float exp2_of(float x) {
     float y;
@@ -49,17 +56,14 @@ __device__ __forceinline__ void red_add_v4(float* address, const float (&x)[4]) 
 #endif
 }
 
-// A flag in global memory that one warp raises and another waits for.
-__device__ __forceinline__ u32 load_acquire(const u32* address) {
-#if __CUDA_ARCH__ >= 700
+// A flag in global memory that one warp raises and another waits for. The waiting side reads no data that the flag
+// guards, it only adds to it in L2 once it has seen the flag, so the read need not be an acquire, which would also empty
+// L1. (PTX ISA 9.7.9.8, 9.7.9.11, and 8.10 for what release orders.)
+__device__ __forceinline__ u32 load_relaxed(const u32* address) {
     u32 x;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
     return x;
-#endif
 }
 __device__ __forceinline__ void store_release(u32* address, u32 x) {
-#if __CUDA_ARCH__ >= 700
-    asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.u32 [%0], %1;"
-                 :: "l"(address), "r"(x) : "memory");
-#endif
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(x) : "memory");
 }

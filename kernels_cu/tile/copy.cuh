@@ -2,6 +2,8 @@
 // written on the way out.
 #pragma once
 #include "../ptx/cp_async.cuh"
+#include "../ptx/cvt.cuh"
+#include "../ptx/misc.cuh"
 #include "rows.cuh"
 #include "smem_tile.cuh"
 
@@ -9,7 +11,7 @@
 // the array allows (16, 8 or 4: asynchronous); 0 takes any strides, element by element.
 template <int kBytes, int kThreads, class T, class Tile>
 __device__ __forceinline__ void load_tile(Tile tile, const Rows<T>& rows, int first) {
-    const int thread = threadIdx.x;
+    const int thread = opaque(int(threadIdx.x));  // addresses are cheap to compute again, registers are not
     if constexpr (kBytes > 0) {
         constexpr int kPieces = Tile::kCols * int(sizeof(T)) / kBytes;  // a row
         constexpr int kTotal = kPieces * Tile::kRows;
@@ -21,7 +23,16 @@ __device__ __forceinline__ void load_tile(Tile tile, const Rows<T>& rows, int fi
         const T* source = rows.at(i64(first) + start_row, start_col);
         const i64 step = kRowStep * rows.row_stride;
         const int start_bytes = min_of(max_of(rows.dim - start_col, 0), kPerPiece) * int(sizeof(T));
+        const bool whole = first + Tile::kRows <= rows.count && rows.dim >= Tile::kCols;
+        if (kColumnFixed && kTotal % kThreads == 0 && whole) {
 #pragma unroll
+            for (int i = 0; i < kTotal / kThreads; ++i) {
+                cp_async<kBytes>(tile.address(start_row + i * kRowStep, start_col), source);
+                source += step;
+            }
+            return;
+        }
+#pragma unroll 2
         for (int i = 0; i < (kTotal + kThreads - 1) / kThreads; ++i) {
             if (kTotal % kThreads != 0 && i * kThreads + thread >= kTotal) break;
             if constexpr (kColumnFixed) {
@@ -72,33 +83,22 @@ __device__ __forceinline__ void store_tile(Tile tile, const Rows<T>& rows, int f
     }
 }
 
-// Replaces every inf and NaN of the tile by zero. True, for all threads of the block, when there were any; the barrier
-// inside also shows the new tile to all threads.
-template <int kThreads, class Tile>
-__device__ __forceinline__ bool zero_nonfinite(Tile tile) {
+// True, for all threads of the block, when the tile holds inf or NaN; with kReplace they become zero. The barrier inside
+// also shows the new tile to all threads.
+template <bool kReplace, int kThreads, class Tile>
+__device__ __forceinline__ bool find_nonfinite(Tile tile) {
     using T = typename Tile::Element;
     constexpr int kPerPiece = 16 / int(sizeof(T));
     constexpr int kPieces = Tile::kCols / kPerPiece;
     bool found = false;
+#pragma unroll 2
     for (int i = threadIdx.x; i < kPieces * Tile::kRows; i += kThreads) {
         const int row = i / kPieces, col = i % kPieces * kPerPiece;
-        const uint4 piece = tile.load_piece(row, col);
-        const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
-        bool dirty = false;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            if constexpr (sizeof(T) == 2) {
-                dirty |= is_nonfinite(T{u16(words[w])}) | is_nonfinite(T{u16(words[w] >> 16)});
-            } else if constexpr (sizeof(T) == 4) {
-                dirty |= is_nonfinite(__uint_as_float(words[w]));
-            } else if (w % 2 == 1) {  // a double's exponent is in its high word
-                dirty |= (words[w] & 0x7ff00000u) == 0x7ff00000u;
-            }
-        }
-        if (!dirty) continue;
+        if (!has_nonfinite<T>(tile.load_piece(row, col))) continue;
         found = true;
-        for (int c = 0; c < kPerPiece; ++c)
-            if (is_nonfinite(tile.load(row, col + c))) tile.store(row, col + c, T{});
+        if constexpr (kReplace)
+            for (int c = 0; c < kPerPiece; ++c)
+                if (is_nonfinite(tile.load(row, col + c))) tile.store(row, col + c, T{});
     }
     return __syncthreads_or(found);
 }

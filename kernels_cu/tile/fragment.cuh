@@ -53,10 +53,12 @@ struct Operand {
 
 // c += A B over kSteps steps of Atom::kK. load_a(m, k) gives the operand of row tile m, load_b(b, n, k) those of column
 // tiles 2n and 2n + 1. kUnroll: where both operands come from shared memory the loop over k need not be unrolled, and
-// for the wide types that keeps the code and the time to compile it small.
+// for the wide types that keeps the code and the time to compile it small. (Reading operands ahead by hand changed
+// nothing: the assembler orders the reads by itself.)
 template <class Atom, int kSteps, int kUnroll, class C, class LoadA, class LoadB>
 __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
     static_assert(C::kColTiles % 2 == 0, "operands come in pairs of column tiles");
+    constexpr int kPairs = C::kColTiles / 2;
     if constexpr (Atom::kPromote == 0) {
 #pragma unroll(kUnroll)
         for (int k = 0; k < kSteps; ++k) {
@@ -64,7 +66,7 @@ __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
 #pragma unroll
             for (int m = 0; m < C::kRowTiles; ++m) a[m] = load_a(m, k);
 #pragma unroll
-            for (int n = 0; n < C::kColTiles / 2; ++n) {
+            for (int n = 0; n < kPairs; ++n) {
                 typename Atom::B b[2];
                 load_b(b, n, k);
 #pragma unroll
@@ -85,7 +87,7 @@ __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
                 for (int k = 0; k < kChain; ++k)
                     if (first + k < kSteps) a[m][k] = load_a(m, first + k);
 #pragma unroll
-            for (int n = 0; n < C::kColTiles / 2; ++n) {
+            for (int n = 0; n < kPairs; ++n) {
                 decltype(c.x[0][0][0] + 0) part[C::kRowTiles][2][4] = {};
 #pragma unroll
                 for (int k = 0; k < kChain; ++k) {

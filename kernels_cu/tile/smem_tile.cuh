@@ -1,14 +1,16 @@
-// A row-major matrix in shared memory whose rows are an odd number of 16-byte pieces apart.
+// A row-major matrix in shared memory, laid out so that the eight rows that one ldmatrix reads start in eight different
+// groups of four banks.
 //
-// The eight rows that one ldmatrix reads then start in eight different groups of four banks, as with an XOR swizzle, but
-// the address stays linear in row and column: every fragment's address is one register plus a constant, and any head
-// dimension works, not only powers of two. The price is at most 16 bytes a row.
+// Rows of whole 128-byte lines are swizzled: the index of each 16-byte piece is XORed with the row's. (Padding instead
+// keeps addresses linear, but rows then start in the middle of a line and cp.async writes every line in two parts: 1.8
+// times the cycles, a fifth of all shared-memory time in forward at head_dim 128.) Other rows are padded to an odd
+// number of pieces.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../types.cuh"
 
-__device__ constexpr int padded_row_bytes(int row_bytes) {
-    return (row_bytes / 16) % 2 == 0 ? row_bytes + 16 : row_bytes;
+__device__ constexpr int row_pitch(int row_bytes) {
+    return row_bytes % 128 == 0 || row_bytes / 16 % 2 == 1 ? row_bytes : row_bytes + 16;
 }
 
 template <class T, int kRowCount, int kColCount>
@@ -16,14 +18,21 @@ struct SmemTile {
     using Element = T;
     static constexpr int kRows = kRowCount;
     static constexpr int kCols = kColCount;
-    static constexpr int kRowBytes = padded_row_bytes(kCols * int(sizeof(T)));
+    static constexpr bool kSwizzled = kCols * sizeof(T) % 128 == 0;
+    static constexpr int kRowBytes = row_pitch(kCols * int(sizeof(T)));
     static constexpr int kBytes = kRows * kRowBytes;
     static_assert(kCols * sizeof(T) % 16 == 0, "a row is whole 16-byte pieces");
 
     u32 base;  // address in the shared window
 
+    // Doubles are read by quads that cover 32 bytes of four rows, or of every second row of eight.
+    static __device__ __forceinline__ int swizzle(int row) {
+        return sizeof(T) == 8 ? ((row ^ row >> 2) & 3) << 5 : (row & 7) << 4;
+    }
+
     __device__ __forceinline__ u32 address(int row, int col) const {
-        return base + row * kRowBytes + col * int(sizeof(T));
+        const int offset = col * int(sizeof(T));
+        return base + row * kRowBytes + (kSwizzled ? offset ^ swizzle(row) : offset);
     }
     __device__ __forceinline__ T load(int row, int col) const {
         T x;
@@ -67,5 +76,21 @@ struct SmemTile {
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address(row, col)) : "memory");
         return x;
+    }
+};
+
+// A pointer that all threads of a block share, kept in shared memory where registers are full. One thread sets it; a
+// barrier must follow before the first get().
+struct SharedPointer {
+    static constexpr int kBytes = 8;
+    u32 address;
+
+    template <class T> __device__ __forceinline__ void set(T* pointer) const {
+        asm volatile("st.shared.u64 [%0], %1;" :: "r"(address), "l"(pointer) : "memory");
+    }
+    template <class T> __device__ __forceinline__ T* get() const {
+        T* pointer;
+        asm volatile("ld.shared.u64 %0, [%1];" : "=l"(pointer) : "r"(address) : "memory");
+        return pointer;
     }
 };

@@ -1,0 +1,30 @@
+"""Exact attention, forward and backward, for NumPy, CuPy, PyTorch and JAX arrays.
+
+The whole interface is here; `cuflash.reference` holds the dense float64 definition that the tests
+compare with. Importing this package imports NumPy and nothing of CUDA: CuPy is loaded by the first
+call that brings GPU arrays.
+"""
+
+from . import reference
+from .api import (
+    AttentionGrads,
+    attention,
+    attention_backward,
+    attention_vjp,
+    compile,
+    explain,
+    merge,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionGrads",
+    "attention",
+    "attention_backward",
+    "attention_vjp",
+    "compile",
+    "explain",
+    "merge",
+    "reference",
+]

@@ -1,0 +1,167 @@
+"""The command line: ``python -m cuflash COMMAND``. Exit status 0: done, 1: failed, 2: misused."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+
+from .cli_common import Failure, UsageError
+from .problem import DTYPES, LAYOUTS
+
+_EPILOG = (
+    "`python -m cuflash COMMAND --help` tells a command's options. "
+    "Without a GPU everything runs on the NumPy path."
+)
+
+
+def main(argv=None):
+    """Run one command. Returns the exit status."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "bench":
+        args.rest = rest
+    elif rest:
+        parser.error(f"{args.command}: unknown arguments: {' '.join(rest)}")
+    module, function = args.runs
+    try:
+        getattr(importlib.import_module(module, __package__), function)(args)
+    except UsageError as error:
+        print(f"cuflash {args.command}: {error}", file=sys.stderr)
+        return 2
+    except Failure as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output has gone, as `head` does. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        # The machine is at fault, not the program: memory, disk, driver, a missing library.
+        print(f"cuflash {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def bench(args):
+    """The bench command: the folder bench/ of the source tree, which is not installed."""
+    spec = importlib.util.find_spec("bench.cases") if importlib.util.find_spec("bench") else None
+    if spec is None:
+        raise Failure(
+            "bench: the folder bench/ is not importable; run this from the root of the source tree"
+        )
+    sys.argv = ["bench", *args.rest]
+    runpy.run_module("bench", run_name="__main__")  # raises SystemExit with its own status
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m cuflash", description=__doc__, epilog=_EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (runs, text, add) in _COMMANDS.items():
+        # bench has its own options, --help among them: they pass through unread.
+        command = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
+        command.set_defaults(runs=runs)
+        add(command)
+    return parser
+
+
+def _add_nothing(command):
+    del command
+
+
+def _add_run(run):
+    shapes = {"q": "(..., Hq, L, D)", "k": "(..., Hkv, S, D)", "v": "(..., Hkv, S, Dv)"}
+    for name, shape in shapes.items():
+        text = f"{shape}; two-byte voids are read as bfloat16"
+        run.add_argument(name, metavar=f"{name}.npy", help=text)
+    text = "file of the result; replaced when all of it is done"
+    run.add_argument("-o", "--output", required=True, metavar="out.npy", help=text)
+    text = "also write the log of each row's sum of exponentials"
+    run.add_argument("--lse", metavar="lse.npy", help=text)
+    text = "hide later keys; the diagonal ends at the last key (bottom_right, the default)"
+    text += " or starts at the first (top_left)"
+    kinds = ("bottom_right", "top_left")
+    run.add_argument("--causal", nargs="?", const=True, default=False, choices=kinds, help=text)
+    text = "query i stands at key i + N; for --causal or --window"
+    run.add_argument("--causal-offset", type=int, metavar="N", help=text)
+    text = "keys visible before and after a query's place, inclusive; `none` or -1: all"
+    run.add_argument("--window", nargs=2, type=_side, metavar=("LEFT", "RIGHT"), help=text)
+    run.add_argument("--scale", type=float, help="factor of the scores (1/sqrt(D))")
+    run.add_argument("--layout", choices=LAYOUTS, default="bhsd", help="axes of all files (bhsd)")
+    text = "tf32: less accuracy for float32 on a GPU"
+    run.add_argument("--precision", choices=("tf32",), help=text)
+    text = "at most N query rows a step (chosen by memory)"
+    run.add_argument("--chunk", type=_at_least(1), metavar="N", help=text)
+    _add_device(run)
+
+
+def _add_check(check):
+    check.add_argument("--cases", type=_at_least(1), default=200, metavar="N", help="(200)")
+    check.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="(0)")
+    check.add_argument("--only", type=_at_least(0), metavar="K", help="just case K of the seed")
+    _add_device(check)
+
+
+def _add_demo(demo):
+    text = "the text (this package's own source)"
+    demo.add_argument("file", nargs="?", metavar="FILE", help=text)
+    text = "use the first N bytes (32768 on a CPU, 262144 on a GPU)"
+    demo.add_argument("--length", type=_at_least(2), metavar="N", help=text)
+    _add_device(demo)
+
+
+def _add_compile(build):
+    text = "sm_75, sm_80, sm_90a, ... (that of the GPU at hand)"
+    build.add_argument("--arch", metavar="sm_XY", help=text)
+    pair = ["float16", "bfloat16"]
+    text = "(float16 bfloat16)"
+    build.add_argument("--dtype", nargs="+", choices=DTYPES, default=pair, help=text)
+    dim, text = _at_least(1), "(64 128)"
+    build.add_argument("--head-dim", nargs="+", type=dim, default=[64, 128], metavar="D", help=text)
+    text = "one for each head dim (the same)"
+    build.add_argument("--head-dim-v", nargs="+", type=dim, metavar="DV", help=text)
+    build.add_argument("--no-backward", action="store_true", help="forward kernels only")
+
+
+def _add_device(parser):
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="(a GPU when there is one)",
+    )
+
+
+def _at_least(least):
+    def whole_number(text):
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
+        return value
+
+    return whole_number
+
+
+def _side(text):
+    return None if text.lower() == "none" else int(text)
+
+
+# name: (module and function that run it, what it is, the function that adds its options)
+_COMMANDS = {
+    "info": ((".cli_info", "info"), "versions, devices, the kernel cache", _add_nothing),
+    "run": ((".cli_run", "run"), "attention from .npy files to a .npy file", _add_run),
+    "check": ((".cli_check", "run"), "random calls against the float64 reference", _add_check),
+    "demo": ((".cli_demo", "run"), "predict each byte of a text by attention", _add_demo),
+    "bench": ((".__main__", "bench"), "speed beside other libraries (source tree)", _add_nothing),
+    "compile": ((".cli_info", "compile"), "build kernels ahead; needs no GPU", _add_compile),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

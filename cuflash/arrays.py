@@ -1,0 +1,392 @@
+"""Arrays at the edge: which library and device a call's arrays live on, and how results go back
+there.
+
+A `Home` stands for one library on one device. It turns the caller's arrays into NumPy or CuPy
+arrays without copying (`adopt`), makes room for results (`new`, `finish`) and names the backend.
+All arrays of a call share one home: there are no hidden transfers. NumPy and CuPy are here;
+`foreign` has PyTorch, JAX and everything else that speaks DLPack, and is loaded when such an array
+first arrives. CuPy is never imported before a GPU array is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+CPU = -1  # the device number of host memory
+MIN_CAPABILITY = 75
+INSTALL = "pip install 'cuflash[cuda13]' (or 'cuflash[cuda12]', whichever matches the driver)"
+
+_NO_SCOPE = nullcontext()
+_DTYPE_NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64")}
+
+
+def dtype_name(dtype) -> str:
+    """The name of a native float that attention takes, or NumPy's own text ('int64', '>f4')."""
+    name = _DTYPE_NAMES.get(dtype)
+    if name is None:
+        # ml_dtypes registers bfloat16 with NumPy; asking for its name needs no import of it here.
+        if dtype.name != "bfloat16" or not dtype.isnative:
+            return str(dtype)
+        name = _DTYPE_NAMES[dtype] = "bfloat16"
+    return name
+
+
+class Home:
+    """NumPy arrays, and the interface of every home.
+
+    Attributes
+    ----------
+    kind : str
+        The library's name, as messages print it.
+    device : int
+        CUDA device number, or CPU.
+    xp : module
+        numpy or cupy: what `adopt` gives.
+    foreign : bool
+        Whether arrays have to pass through `adopt` at all.
+    inline : bool
+        Whether `scope` may be skipped; only CuPy's home changes it from call to call.
+    """
+
+    kind = "NumPy"
+    device = CPU
+    foreign = False
+    xp = np
+
+    @property
+    def inline(self) -> bool:
+        return True
+
+    @cached_property
+    def backend(self):
+        """The module with forward, backward and merge."""
+        from . import cpu
+
+        return cpu
+
+    def scope(self):
+        """Context with the right device and stream, for adopt, new and the work."""
+        return _NO_SCOPE
+
+    def adopt(self, name: str, x, writable: bool = False):
+        """`x` as an array of `xp`, sharing its memory; BufferError when it cannot be."""
+        if writable and not x.flags.writeable:
+            raise ValueError(f"{name}: the array is read-only, but results are written into it")
+        return (
+            x if type(x) is np.ndarray else np.asarray(x)
+        )  # a memory map, say, is plain memory from here on
+
+    def new(self, shape, dtype):
+        """An uninitialised C-contiguous array, and the handle that `finish` takes later."""
+        array = np.empty(shape, dtype)
+        return array, array
+
+    def finish(self, handle):
+        """The result in the caller's library."""
+        return handle
+
+
+class _CupyHome(Home):
+    kind = "CuPy"
+
+    def __init__(self, cupy, device: int):
+        self.xp = cupy
+        self.device = device
+        self._current = cupy.cuda.runtime.getDevice
+
+    @property
+    def inline(self) -> bool:
+        return self._current() == self.device
+
+    @cached_property
+    def backend(self):
+        from . import launch
+
+        return launch
+
+    def scope(self):
+        # Entering a device brings that device's current stream with it, so only the device is
+        # named.
+        return self.xp.cuda.Device(self.device)
+
+    def adopt(self, name, x, writable=False):
+        return x
+
+    def new(self, shape, dtype):
+        try:
+            array = self.xp.ndarray(shape, dtype)
+        except MemoryError as error:
+            # CuPy's own class is kept, since programs catch it to free its pools.
+            error.args = (
+                f"no memory on CUDA device {self.device} for a result of shape {shape} and dtype "
+                f"{dtype}: {error}",
+            )
+            raise
+        return array, array
+
+
+NUMPY = Home()
+
+
+def home_of(items) -> Home:
+    """The one home of all arrays of a call.
+
+    Parameters
+    ----------
+    items : sequence of (name, array)
+        At least one.
+
+    Raises
+    ------
+    TypeError
+        Something that is no array, or arrays of several libraries.
+    ValueError
+        Arrays on several devices.
+    BufferError
+        An array that DLPack cannot hand over.
+    ImportError, RuntimeError
+        A GPU array without CuPy, NVRTC, a driver or a GPU new enough.
+    """
+    first = items[0][1]
+    kind = type(first)
+    if kind is np.ndarray:
+        if all([type(x) is kind for _, x in items]):
+            return NUMPY
+    else:
+        cupy = sys.modules.get("cupy")  # not imported: no argument can be one of its arrays
+        if cupy is not None and kind is getattr(cupy, "ndarray", None):
+            device = first.data.device_id
+            if all([type(x) is kind and x.data.device_id == device for _, x in items]):
+                return cupy_home(device)
+    return _sort_out(items)
+
+
+def _sort_out(items) -> Home:
+    """home_of beyond its two common cases: complaints about kinds and devices are raised here."""
+    first_name, first = items[0]
+    kind, device = _kind_and_device(first_name, first)
+    for name, x in items[1:]:
+        kind_x, device_x = _kind_and_device(name, x)
+        if kind_x != kind:
+            raise TypeError(
+                f"{name} is a {kind_x} array, but {first_name} is a {kind} array: the arrays of "
+                "one call must come from one library (nothing is transferred silently)"
+            )
+        if device_x != device:
+            raise ValueError(
+                f"{name} is on {_device_text(device_x)}, but {first_name} is on "
+                f"{_device_text(device)}: the arrays of one call must be on one device"
+            )
+    if kind == "NumPy":
+        return NUMPY
+    if kind == "CuPy":
+        return cupy_home(device)
+    from . import foreign
+
+    return foreign.home(kind, device, first_name, first)
+
+
+def _kind_and_device(name: str, x) -> tuple[str, int]:
+    if isinstance(x, np.ndarray):
+        if isinstance(x, (np.ma.MaskedArray, getattr(np, "matrix", ()))):
+            raise TypeError(
+                f"{name} is a {type(x).__module__}.{type(x).__qualname__}, which has rules of its "
+                "own that attention would ignore: pass a plain numpy.ndarray"
+            )
+        return "NumPy", CPU
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, getattr(cupy, "ndarray", ())):
+        return "CuPy", x.data.device_id
+    # Asked of the instance: values that JAX traces have the method, their class has not.
+    if hasattr(x, "__dlpack__") and not isinstance(x, (type, np.generic)):
+        from . import foreign
+
+        return foreign.kind_and_device(name, x)
+    hint = ""
+    if isinstance(x, (list, tuple, int, float, np.generic)):
+        hint = "; numpy.asarray makes one"
+    elif hasattr(type(x), "__cuda_array_interface__"):
+        hint = "; cupy.asarray makes one without a copy"
+    raise TypeError(
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}, but it must be an array: "
+        f"NumPy, CuPy, PyTorch, JAX or another that has __dlpack__{hint}"
+    )
+
+
+def _device_text(device: int) -> str:
+    return "the CPU" if device == CPU else f"CUDA device {device}"
+
+
+@lru_cache(maxsize=None)
+def cupy_home(device: int) -> Home:
+    """The home of CuPy arrays on one device, which is checked once."""
+    cupy = require_cupy()
+    check_device(cupy, device)
+    return _CupyHome(cupy, device)
+
+
+def require_cupy():
+    """CuPy, with a driver and NVRTC behind it.
+
+    Returns
+    -------
+    module
+        cupy.
+
+    Raises
+    ------
+    ImportError
+        CuPy is not installed, or cannot be loaded.
+    RuntimeError
+        It finds no driver, no GPU or no NVRTC.
+    """
+    cupy = import_cupy()
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        raise RuntimeError(
+            f"CuPy finds no usable CUDA driver: {error}. Install NVIDIA's driver, or update it"
+        ) from error
+    if count == 0:
+        raise RuntimeError(
+            "CuPy finds no CUDA device: NVIDIA's driver is there, but it shows no GPU to this "
+            "process"
+        )
+    return cupy
+
+
+def import_cupy():
+    """CuPy with NVRTC, which is all that compiling needs: neither a driver nor a GPU is asked for.
+
+    Raises
+    ------
+    ImportError
+        CuPy is not installed, or cannot be loaded.
+    RuntimeError
+        NVRTC cannot be loaded.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"GPU attention needs CuPy, which cannot be imported ({error}): {INSTALL}"
+        ) from error
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        raise RuntimeError(
+            f"NVRTC, CUDA's run-time compiler, cannot be loaded ({error}): {INSTALL}"
+        ) from error
+    return cupy
+
+
+def check_device(cupy, device: int) -> None:
+    """RuntimeError for a GPU that is too old for the kernels."""
+    capability = cupy.cuda.Device(device).compute_capability
+    if int(capability) < MIN_CAPABILITY:
+        raise RuntimeError(
+            f"CUDA device {device} has compute capability {capability[:-1]}.{capability[-1]}, but "
+            f"the kernels need at least {MIN_CAPABILITY // 10}.{MIN_CAPABILITY % 10} (Turing); "
+            "NumPy arrays run on the CPU"
+        )
+
+
+def check_output(name: str, x, inputs) -> None:
+    """An array to be written must not share memory with an input, nor with itself.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name.
+    x : numpy.ndarray or cupy.ndarray
+        The array that will be written.
+    inputs : sequence of (str, array)
+        What will be read meanwhile.
+
+    Raises
+    ------
+    ValueError
+    """
+    if x.size == 0:
+        return
+    if not x.flags.c_contiguous:
+        _check_separate(name, x)
+    for other_name, other in inputs:
+        if _may_share(x, other) and _share(x, other):
+            raise ValueError(
+                f"{name} shares memory with {other_name}, which is read while {name} is written: "
+                "they must not overlap"
+            )
+
+
+def _check_separate(name: str, x) -> None:
+    """ValueError when two elements may share a byte.
+
+    Sorted by stride, each axis must step over all that the smaller ones span. Views made by
+    slicing, transposing and taking diagonals do; only as_strided can build a separate layout that
+    does not, and it is refused.
+    """
+    span = x.itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape)):
+        if size > 1:
+            if stride < span:
+                raise ValueError(
+                    f"{name}: elements share memory (shape {x.shape}, strides {x.strides}), but "
+                    "each result needs its own place"
+                )
+            span += stride * (size - 1)
+
+
+def _may_share(x, y) -> bool:
+    """Whether the address ranges of two arrays overlap."""
+    if isinstance(x, np.ndarray):
+        return np.may_share_memory(x, y)
+    if y.size == 0:
+        return False
+    low, high = _bounds(x)
+    other_low, other_high = _bounds(y)
+    return low < other_high and other_low < high
+
+
+def _bounds(x) -> tuple[int, int]:
+    """First byte and one past the last byte of a non-empty CuPy array; strides may be negative."""
+    low = high = x.data.ptr
+    if x.flags.c_contiguous:
+        return low, low + x.nbytes
+    for stride, size in zip(x.strides, x.shape):
+        if stride < 0:
+            low += stride * (size - 1)
+        else:
+            high += stride * (size - 1)
+    return low, high + x.itemsize
+
+
+class _Addresses:
+    """A CuPy array's addresses as a NumPy array: for calculations only, never dereferenced."""
+
+    def __init__(self, x):
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (x.data.ptr, True),
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.itemsize}",
+        }
+
+
+def _share(x, y) -> bool:
+    """Whether two arrays really share a byte: interleaved parts of one buffer do not."""
+    if not isinstance(x, np.ndarray):
+        x, y = np.asarray(_Addresses(x)), np.asarray(_Addresses(y))
+    try:
+        # The exact answer can take exponential time, hence the limit; an unclear case counts as
+        # shared.
+        return np.shares_memory(x, y, max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True

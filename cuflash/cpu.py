@@ -1,0 +1,121 @@
+"""Attention on NumPy arrays: the definition, block by block, forward and backward.
+
+A tile is a block of queries by a block of keys. Forward streams the tiles past a block of queries
+and keeps, for each row, the running maximum m of the scores, the sum l of exp(s - m) and the
+unnormalised output acc (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018; Dao et al., "FlashAttention", 2022):
+
+    m' = max(m, max_j s)
+    l = l * exp(m - m') + sum_j exp(s - m');  acc = acc * exp(m - m') + exp(s - m') @ v
+    out = acc / l;  lse = m + log(l)
+
+Backward computes the tiles' scores again and holds nothing of size L x S either:
+
+    p  = exp(s - lse)
+    dv = p.T @ dout;  dp = dout @ v.T;  ds = p * (dp - delta), delta = sum_d(dout * out) - dlse
+    dq = scale * ds @ k;  dk = scale * ds.T @ q
+
+The products are BLAS's, the rest is in-place ufuncs on one tile. float16 and bfloat16 are computed
+in float32; subnormal results keep what the processor keeps of them, which NumPy and BLAS leave at
+IEEE's gradual underflow. Every sum has one order, fixed by the shapes, so both directions repeat
+bit by bit for any number of threads.
+
+`cpu_tiles` has what the loops stand on, `cpu_rows` the query blocks and their softmax,
+`cpu_backward` the second direction.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .cpu_backward import backward
+from .cpu_rows import Queries, RunningSoftmax, computing_dtype, row_tasks, work_size
+from .cpu_tiles import heads_per_tile, run, weighted_sum
+
+__all__ = ["backward", "forward", "merge"]
+
+
+def forward(problem, q, k, v, out, lse):
+    """Write attention's out, and lse unless it is None.
+
+    Parameters
+    ----------
+    problem : Problem
+    q, k, v : ndarray
+        (*batch, Hq, L, D), (*batch, Hkv, S, D), (*batch, Hkv, S, Dv) of problem.dtype, any
+        strides.
+    out : ndarray
+        (*batch, Hq, L, Dv), written fully.
+    lse : ndarray or None
+        (*batch, Hq, L), float32 (float64 for float64).
+    """
+    # Only where a slab is one head: a row must not depend on the other heads of its slab.
+    may_be_flat = heads_per_tile(problem.seqlen_q, problem.seqlen_k) == 1
+
+    def work(task, scratch):
+        slab, begin, end = task
+        block = Queries(problem, q, slab.index, begin, end, scratch)
+        softmax, acc = _attend(problem, block, k, v, slab, may_be_flat)
+        if softmax.flat and not np.isfinite(acc).all():
+            # Weights above 1 can overflow where v is huge; weights of at most 1 cannot.
+            softmax, acc = _attend(problem, block, k, v, slab, may_be_flat=False)
+        np.divide(acc, softmax.total, out=acc)
+        np.copyto(acc, 0, where=softmax.unseeing)
+        rows = slab.index + (slice(begin, end),)
+        out[rows] = acc
+        if lse is not None:
+            lse[rows] = softmax.lse()[..., 0]
+
+    run(row_tasks(problem), work, computing_dtype(problem), work_size(problem))
+
+
+def _attend(problem, block, k, v, slab, may_be_flat):
+    """Stream the visible tiles past a block of queries: its softmax and unnormalised output."""
+    scratch = block.scratch
+    count, rows = block.q.shape[:2]
+    kv_index = slab.with_heads(slab.head_index // problem.group)
+    softmax = RunningSoftmax(count, rows, scratch, may_be_flat)
+    acc = scratch.take("acc", count, rows, problem.head_dim_v)
+    acc[...] = 0
+    for s, hidden, first, last in block.scores(k, kv_index):
+        softmax.update(s, acc)
+        values = scratch.load("v", v, kv_index, first, last)
+        acc += weighted_sum(s, values, hidden, scratch.take("product", *acc.shape))
+    return softmax, acc
+
+
+def merge(outs, lses, out, lse):
+    """Write out and lse of the union of the key sets that outs and lses came from.
+
+    Parameters
+    ----------
+    outs : list of ndarray
+        Equal shapes (..., Dv).
+    lses : list of ndarray
+        Their lse, shape (...). A part with lse -inf saw nothing and adds nothing.
+    out, lse : ndarray
+        Written fully.
+
+    Notes
+    -----
+    ``lse = log(sum_n exp(lse_n))`` and ``out = sum_n exp(lse_n - lse) * out_n``.
+    """
+    dtype = np.promote_types(lse.dtype, np.float32)
+    with np.errstate(all="ignore"):
+        top = np.full(lse.shape, -np.inf, dtype)
+        for part in lses:
+            np.maximum(top, part, out=top)
+        shift = np.where(top == -np.inf, 0, top)
+        total = np.zeros(lse.shape, dtype)
+        acc = np.zeros(out.shape, dtype)
+        for part, part_lse in zip(outs, lses):
+            weight = np.exp(part_lse.astype(dtype) - shift)
+            total += weight
+            term = part.astype(dtype)
+            term *= weight[..., None]
+            np.copyto(term, 0, where=(part_lse == -np.inf)[..., None])
+            acc += term
+        acc /= total[..., None]
+        np.copyto(acc, 0, where=(top == -np.inf)[..., None])
+        out[...] = acc
+        lse[...] = shift + np.log(total)

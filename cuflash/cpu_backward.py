@@ -1,0 +1,255 @@
+"""Backward on the NumPy path: one task is a chunk of keys, past which it streams the queries.
+
+A task owns its keys' dk and dv. The rows of dq are shared by all chunks, which add to them in the
+chunks' order, so nothing depends on which thread is faster and no partial dq is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+
+from .cpu_rows import Queries, RunningSoftmax, computing_dtype, row_tasks, slabs, work_size
+from .cpu_tiles import BLOCK_N, key_range, key_tiles, row_blocks, run, split_scale, weighted_sum
+
+# Keys whose dk and dv one task accumulates; a multiple of BLOCK_N, so tiles do not depend on it.
+_CHUNK = 4 * BLOCK_N
+# Above this |lse|, its own rounding would show in p, and the rows are normalised again.
+_LSE_TRUSTED = 16.0
+
+
+def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
+    """Write the gradients that are asked for.
+
+    Parameters
+    ----------
+    problem : Problem
+    dout, q, k, v, out, lse : ndarray
+        As in `forward`, out and lse its results; dout has out's shape.
+    dlse : ndarray or None
+        lse's shape; None is zero.
+    dq, dk, dv : ndarray or None
+        (*batch, Hq, L, D), (*batch, Hkv, S, D), (*batch, Hkv, S, Dv), written fully; None: not
+        needed.
+    deterministic : bool
+        Without effect: this path repeats bit by bit at no cost.
+    """
+    if dq is None and dk is None and dv is None:
+        return
+    dtype = computing_dtype(problem)
+    rows = _Rows(problem, dout, q, k, out, lse, dlse, dtype)
+    run(row_tasks(problem), rows.measure, dtype, work_size(problem) // 64)
+
+    dq_sum = dq if dq is None or dq.dtype == dtype else np.empty(dq.shape, dtype)
+    if dq is not None:
+        dq_sum[...] = 0
+    turns = _Turns()
+
+    def work(task, scratch):
+        slab, first, last = task
+        try:
+            chunk = _Chunk(problem, slab, first, last, k, v, scratch)
+            chunk.want(dk is not None, dv is not None)
+            for head in range(problem.group):
+                index = slab.with_heads(slab.head_index * problem.group + head)
+                for begin, end in row_blocks(problem.seqlen_q):
+                    keys = chunk.keys_seen(begin, end)
+                    if keys is None:
+                        continue
+                    block = rows.block(index, begin, end, scratch)
+                    part = chunk.add(block, keys, dq is not None)
+                    if part is None:
+                        continue
+                    place = index + (slice(begin, end),)
+                    with turns.take((slab.start, head, begin), chunk.order(begin, end)):
+                        dq_sum[place] += part.reshape(dq_sum[place].shape)
+            chunk.store(dk, dv)
+        except BaseException:
+            turns.cancel()
+            raise
+
+    run(_chunk_tasks(problem), work, dtype, work_size(problem) * 2)
+    if dq_sum is not dq:
+        with np.errstate(all="ignore"):
+            dq[...] = dq_sum
+
+
+def _chunk_tasks(problem):
+    """(slab of kv heads, first key, last key)."""
+    for slab in slabs(problem, problem.num_kv_heads):
+        for first in range(0, problem.seqlen_k, _CHUNK):
+            yield slab, first, min(first + _CHUNK, problem.seqlen_k)
+
+
+class _Rows:
+    """What backward needs of each query row, beside q and dout: shift, norm and delta.
+
+    p is exp(s - shift) / norm, and norm is inf where the row sees nothing.
+    """
+
+    def __init__(self, problem, dout, q, k, out, lse, dlse, dtype):
+        self.problem, self.dout, self.q, self.k = problem, dout, q, k
+        self.out, self.lse, self.dlse = out, lse, dlse
+        shape = problem.batch + (problem.num_heads, problem.seqlen_q, 1)
+        self.shift, self.norm, self.delta = (np.empty(shape, dtype) for _ in range(3))
+
+    def measure(self, task, scratch):
+        """Fill in a block of rows; a task of the pool."""
+        slab, begin, end = task
+        rows = slab.index + (slice(begin, end),)
+        self.shift[rows], self.norm[rows] = self._normaliser(slab, begin, end, scratch)
+        out = scratch.load("out", self.out, slab.index, begin, end)
+        dout = scratch.load("dout", self.dout, slab.index, begin, end)
+        product = np.multiply(dout, out, out=scratch.take("product", *out.shape))
+        delta = product.sum(axis=-1, keepdims=True)
+        if self.dlse is not None:
+            delta -= self.dlse[rows].reshape(delta.shape)
+        self.delta[rows] = delta
+
+    def _normaliser(self, slab, begin, end, scratch):
+        """shift and norm of a block, each (n, M, 1).
+
+        That is lse and 1 while lse is small. A large lse has lost the digits that normalise the
+        row (near 1e5 a float32 is rounded to 1/128, so p would be off by 0.4 %), but so large an
+        lse comes from scores that are as large: the row's maximum and sum are then computed again.
+        They may be of fewer keys than lse, in the backward of one part of a merged result; the
+        difference, where it is more than lse's rounding, goes into norm.
+        """
+        problem = self.problem
+        given = self.lse[slab.index + (slice(begin, end),)]
+        given = given.reshape(slab.count, end - begin, 1).astype(scratch.dtype)
+        unseeing = given == -np.inf
+        shift = np.where(unseeing, 0, given)
+        norm = np.where(unseeing, np.inf, 1).astype(scratch.dtype)
+        large = np.abs(shift) > _LSE_TRUSTED
+        if not large.any():
+            return shift, norm
+        softmax = RunningSoftmax(slab.count, end - begin, scratch, may_be_flat=False)
+        block = Queries(problem, self.q, slab.index, begin, end, scratch)
+        for s, *_ in block.scores(self.k, slab.with_heads(slab.head_index // problem.group)):
+            softmax.update(s)
+        share = (softmax.top - shift) + np.log(softmax.total)
+        rounding = 2 * np.finfo(self.lse.dtype).eps * np.abs(shift)
+        share = np.where(np.abs(share) <= rounding, 0, share)
+        top = np.where(softmax.unseeing, 0, softmax.top)
+        total = np.where(softmax.unseeing, np.inf, softmax.total / np.exp(share))
+        return np.where(large, top, shift), np.where(large, total, norm)
+
+    def block(self, index, begin, end, scratch):
+        """The rows [begin, end) with their gradient, for `_Chunk.add`."""
+        block = Queries(self.problem, self.q, index, begin, end, scratch)
+        rows = index + (slice(begin, end),)
+        dout = scratch.load("grad", self.dout, index, begin, end)
+        block.load_gradient(dout, self.shift[rows], self.norm[rows], self.delta[rows])
+        return block
+
+
+class _Chunk:
+    """Up to _CHUNK keys of one slab of kv heads, with their dk and dv."""
+
+    def __init__(self, problem, slab, first, last, k, v, scratch):
+        self.problem, self.slab, self.scratch = problem, slab, scratch
+        self.first, self.last = first, last
+        self.k = scratch.load("k", k, slab.index, first, last)
+        v = scratch.load("v", v, slab.index, first, last)
+        self.v_ones = scratch.take("v_ones", *v.shape[:2], v.shape[2] + 1)
+        self.v_ones[..., :-1] = v
+        self.v_ones[..., -1] = 1
+
+    def want(self, dk, dv):
+        """Start the sums that are needed."""
+        self.dk = self.scratch.take("dk", *self.k.shape) if dk else None
+        n, keys, width = self.v_ones.shape
+        self.dv = self.scratch.take("dv", n, keys, width - 1) if dv else None
+        for grad in (self.dk, self.dv):
+            if grad is not None:
+                grad[...] = 0
+
+    def keys_seen(self, begin, end):
+        """The chunk's keys [first, last) that query rows [begin, end) see, or None."""
+        first, last = key_range(self.problem.band, begin, end, self.problem.seqlen_k)
+        first, last = max(first, self.first), min(last, self.last)
+        return (first, last) if first < last else None
+
+    def order(self, begin, end):
+        """This chunk's place among those that query rows [begin, end) see."""
+        first, _ = key_range(self.problem.band, begin, end, self.problem.seqlen_k)
+        return self.first // _CHUNK - first // _CHUNK
+
+    def add(self, block, keys, need_dq):
+        """Add a block of queries to dk and dv; return the block's dq, or None."""
+        dq = None
+        if need_dq:
+            dq = self.scratch.take("dq", *block.q.shape)
+            dq[...] = 0
+        for first, last in key_tiles(*keys):
+            here = slice(first - self.first, last - self.first)
+            self._add_tile(block, here, block.hidden(first, last), dq)
+        if need_dq:
+            dq *= dq.dtype.type(self.problem.scale)
+        return dq
+
+    def _add_tile(self, block, here, hidden, dq):
+        k = self.k[:, here]
+        p = block.product(k)
+        p -= block.shift
+        np.exp(p, out=p)
+        if hidden is not None:
+            hidden = np.broadcast_to(hidden, p.shape)
+            np.copyto(p, 0, where=hidden)
+        seen_from_key = None if hidden is None else hidden.mT
+        if self.dv is not None:
+            dv = self.dv[:, here]
+            out = self.scratch.take("product", *dv.shape)
+            dv += weighted_sum(p.mT, block.dout, seen_from_key, out)
+        if self.dk is None and dq is None:
+            return
+        ds = self.scratch.take("ds", *p.shape)
+        np.matmul(block.dout_delta, self.v_ones[:, here].mT, out=ds)
+        ds *= p
+        if hidden is not None:
+            np.copyto(ds, 0, where=hidden)
+        if dq is not None:
+            dq += weighted_sum(ds, k, hidden, self.scratch.take("product", *dq.shape))
+        if self.dk is not None:
+            out = self.scratch.take("product", *k.shape)
+            self.dk[:, here] += weighted_sum(ds.mT, block.q, seen_from_key, out)
+
+    def store(self, dk, dv):
+        rows = self.slab.index + (slice(self.first, self.last),)
+        if dk is not None:
+            # block.q already holds the scale's power of two.
+            self.dk *= self.dk.dtype.type(split_scale(self.problem.scale)[1])
+            dk[rows] = self.dk
+        if dv is not None:
+            dv[rows] = self.dv
+
+
+class _Turns:
+    """Lets chunks add to one block's dq in the chunks' order, whichever is ready first.
+
+    Tasks start in that order and each visits its blocks in the same order, so the earliest
+    unfinished task never waits, and every wait ends.
+    """
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.next = {}
+        self.cancelled = False
+
+    @contextmanager
+    def take(self, place, order):
+        with self.changed:
+            self.changed.wait_for(lambda: self.cancelled or self.next.get(place, 0) == order)
+        yield
+        with self.changed:
+            self.next[place] = order + 1
+            self.changed.notify_all()
+
+    def cancel(self):
+        """Let everybody who waits go on to the end: another task has failed."""
+        with self.changed:
+            self.cancelled = True
+            self.changed.notify_all()

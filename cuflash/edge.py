@@ -1,0 +1,202 @@
+"""From the caller's arrays to a backend and back: what the public functions in `api` have in
+common.
+
+Options are sorted, shapes turned into the backends' (*batch, H, L, D) by views, room is made for
+results, and gradients are summed over the axes along which an input was broadcast.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import check_output, dtype_name
+from .checks import check_flag, check_operand
+from .problem import Call, call_of
+
+_FLOAT32 = np.dtype("float32")
+_FLOAT64 = np.dtype("float64")
+GRADIENTS = ("q", "k", "v")
+
+# What the signature reserves and later versions bring, with the values that mean "not used".
+LATER = {
+    "softcap": None,
+    "bias": None,
+    "alibi_slopes": None,
+    "mask": None,
+    "q_lens": None,
+    "kv_lens": None,
+    "q_segment_ids": None,
+    "kv_segment_ids": None,
+    "sinks": None,
+    "score_mod": None,
+    "mask_mod": None,
+    "score_args": (),
+    "dropout_p": 0.0,
+    "seed": None,
+}
+# The options that shape the problem, in the order of call_of's parameters, with their defaults.
+SHAPING = {
+    "layout": "bhsd",
+    "scale": None,
+    "causal": False,
+    "causal_offset": None,
+    "window": None,
+    "precision": None,
+}
+
+
+class AttentionGrads(NamedTuple):
+    """Gradients by name; None where `need` left one out. Each has its input's shape and dtype."""
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+def refuse_later(options: dict) -> None:
+    """NotImplementedError for the first option that is used but not there yet."""
+    for name, value in options.items():
+        default = LATER[name]
+        plain = isinstance(
+            value, (type(default), int)
+        )  # never compare arrays: that would read the GPU
+        if value is not default and not (plain and value == default):
+            raise NotImplementedError(
+                f"{name}: this version has no {name} yet; leave it at its default, {default!r}"
+            )
+
+
+def shaping_options(function: str, options: dict) -> tuple:
+    """The options for call_of, from **options; unknown names and those of later versions raise."""
+    if not options.keys() <= SHAPING.keys():
+        for name in options:
+            if name not in SHAPING and name not in LATER:
+                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        refuse_later({name: value for name, value in options.items() if name in LATER})
+        options = {name: value for name, value in options.items() if name in SHAPING}
+    return tuple({**SHAPING, **options}.values())
+
+
+def resolve(q, k, v, shaping: tuple) -> Call:
+    dtypes = (dtype_name(q.dtype), dtype_name(k.dtype), dtype_name(v.dtype))
+    return call_of(dtypes, q.shape, k.shape, v.shape, *shaping)
+
+
+def inner_view(home, call: Call, x):
+    """The view (*batch, H, L, D) of an array in the caller's layout."""
+    if x.ndim == 2:
+        x = x[None]
+    elif call.layout == "bshd":
+        x = x.swapaxes(-3, -2)
+    batch = call.problem.batch
+    return x if x.shape[:-3] == batch else home.xp.broadcast_to(x, (*batch, *x.shape[-3:]))
+
+
+def inner_lse(call: Call, x):
+    """The view (*batch, H, L) of an lse in the caller's layout."""
+    if x.ndim == 1:
+        return x[None]
+    return x.swapaxes(-2, -1) if call.layout == "bshd" else x
+
+
+def forward(home, q, k, v, out, return_lse, options):
+    q, k, v = home.adopt("q", q), home.adopt("k", k), home.adopt("v", v)
+    call = resolve(q, k, v, options)
+    if return_lse is not True and return_lse is not False:
+        return_lse = check_flag("return_lse", return_lse)
+    if out is None:
+        o, handle = home.new(call.out_shape, q.dtype)
+    else:
+        o = home.adopt("out", out, writable=True)
+        check_operand(
+            "out", o.shape, dtype_name(o.dtype), call.out_shape, call.problem.dtype, "the result"
+        )
+        check_output("out", o, (("q", q), ("k", k), ("v", v)))
+    lse = lse_handle = None
+    if return_lse:
+        lse, lse_handle = home.new(
+            call.lse_shape, _FLOAT64 if call.problem.dtype == "float64" else _FLOAT32
+        )
+    if call.trivial:
+        o.fill(0)
+        if return_lse:
+            lse.fill(-np.inf)
+    elif call.direct:
+        home.backend.forward(call.problem, q, k, v, o, lse)
+    else:
+        views = (inner_view(home, call, x) for x in (q, k, v, o))
+        home.backend.forward(call.problem, *views, None if lse is None else inner_lse(call, lse))
+    result = home.finish(handle) if out is None else out
+    return (result, home.finish(lse_handle)) if return_lse else result
+
+
+def backward(home, operands: dict, wanted, deterministic: bool, shaping: tuple) -> AttentionGrads:
+    arrays = {name: home.adopt(name, x) for name, x in operands.items()}
+    inputs = [arrays[name] for name in GRADIENTS]
+    call = resolve(*inputs, shaping)
+    problem = call.problem
+    for name, like in (("dout", "out"), ("out", "attention's result")):
+        x = arrays[name]
+        check_operand(name, x.shape, dtype_name(x.dtype), call.out_shape, problem.dtype, like)
+    for name in ("lse", "dlse"):
+        if name in arrays:
+            x = arrays[name]
+            check_operand(
+                name,
+                x.shape,
+                dtype_name(x.dtype),
+                call.lse_shape,
+                problem.lse_dtype,
+                "attention's lse",
+            )
+    if not any(wanted):
+        return AttentionGrads()
+    if call.direct and not call.trivial:
+        rooms = [home.new(x.shape, x.dtype) if n else (None, None) for x, n in zip(inputs, wanted)]
+        targets = [target for target, _ in rooms]
+        home.backend.backward(problem, *_operands(arrays), *targets, deterministic)
+        return AttentionGrads(*[None if h is None else home.finish(h) for _, h in rooms])
+    gradients = [_Gradient(home, call, x) if n else None for x, n in zip(inputs, wanted)]
+    if call.trivial:
+        for gradient in filter(None, gradients):
+            gradient.result.fill(0)
+    else:
+        views = {
+            name: inner_lse(call, x) if name in ("lse", "dlse") else inner_view(home, call, x)
+            for name, x in arrays.items()
+        }
+        targets = [None if g is None else g.target for g in gradients]
+        home.backend.backward(problem, *_operands(views), *targets, deterministic)
+        for gradient in filter(None, gradients):
+            gradient.reduce()
+    return AttentionGrads(*[None if g is None else home.finish(g.handle) for g in gradients])
+
+
+def _operands(arrays: dict) -> tuple:
+    """The operands in the order in which a backend's backward takes them; dlse may be missing."""
+    return (*[arrays[name] for name in ("dout", "q", "k", "v", "out", "lse")], arrays.get("dlse"))
+
+
+class _Gradient:
+    """One input's gradient: the backend's target (the full batch) and the input-shaped result."""
+
+    def __init__(self, home, call: Call, x):
+        self.result, self.handle = home.new(x.shape, x.dtype)
+        own = self.result[None] if x.ndim == 2 else self.result
+        if x.ndim > 2 and call.layout == "bshd":
+            own = own.swapaxes(-3, -2)
+        batch = call.problem.batch
+        self._own = own[(None,) * (len(batch) + 3 - own.ndim)]
+        self._axes = tuple(n for n, size in enumerate(batch) if size != self._own.shape[n])
+        self.target = self._own
+        if self._axes and not call.trivial:
+            self.target = home.xp.empty((*batch, *own.shape[-3:]), x.dtype)
+
+    def reduce(self) -> None:
+        """Sum over the batch axes along which the input was broadcast."""
+        if self._axes:
+            # Sums of 16-bit gradients are taken in float32 and rounded once.
+            dtype = _FLOAT64 if self.target.dtype == _FLOAT64 else _FLOAT32
+            self._own[...] = self.target.sum(axis=self._axes, dtype=dtype, keepdims=True)
