@@ -170,18 +170,21 @@ struct Backward {
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
-        with_stats(s, stage, 1, [&](Accum& x, Accum log2_sum) { x = exp2_of(x * scale_log2 - log2_sum); });
-        if (masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        with_stats(s, stage, 1, [&](Accum& x, Accum log2_sum) { x = exp2_of(clamp_to_zero(x * scale_log2 - log2_sum)); });
+        if (Plan::kBand && masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
-    // dS^T of one block from P^T.
-    __device__ __forceinline__ void compute_ds(Scores& ds, Scores& weights, int m_block, int stage, bool masked) const {
+    // dP^T of one block.
+    __device__ __forceinline__ void multiply_dout(Scores& dp, int stage) const {
         const VTile v = v_tile();
         const DoutTile dout = dout_tile(stage);
-        ds.fill(0);
+        dp.fill(0);
         gemm<Atom, Plan::kHeadDimV / Atom::kK, kSmemUnroll<T>>(
-            ds, [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
+            dp, [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, dout, 16 * n, step * Atom::kK); });
+    }
+    // dP^T to dS^T.
+    __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, int m_block, int stage, bool masked) const {
         with_stats(ds, stage, 2, [&](Accum& x, Accum delta) { x -= delta; });
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
@@ -189,7 +192,8 @@ struct Backward {
             for (int n = 0; n < Scores::kColTiles; ++n)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) ds.x[m][n][r] *= weights.x[m][n][r];
-        if (masked) for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        if (Plan::kBand && masked)
+            for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
     // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]).
@@ -205,7 +209,7 @@ struct Backward {
 
     __device__ __forceinline__ void accumulate_dq(int m_block) {
         const int warp = int(threadIdx.x) / kWarpSize;
-        if (warp >= kDqWarps) return;
+        if (kDqWarps < Plan::kWarps && warp >= kDqWarps) return;
         const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
         const int slice_col = work.slice * Plan::kSliceDim + col;
         u32 turn = 0, seen = 0;
@@ -262,8 +266,8 @@ struct Backward {
         dk.for_each(0, 0, [&](Accum& x, int, int) { x *= scale; });
         const SmemTile<T, Plan::kBlockN, Plan::kSliceDim> dk_tile{smem};
         const SmemTile<T, Plan::kBlockN, Plan::kSliceDimV> dv_tile{smem + KTile::kBytes};
-        store_fragment(dk_tile, dk, warp_row);
-        store_fragment(dv_tile, dv, warp_row);
+        store_fragment<KeyGrad::kColTiles>(dk_tile, dk, warp_row);
+        store_fragment<ValueGrad::kColTiles>(dv_tile, dv, warp_row);
         __syncthreads();
         const Rows<T> dk_rows(head_start<T>(p.dk, p.dk_strides, p.batch_sizes, work.batch, work.head), p.dk_strides,
                               p.seqlen_k, p.head_dim);
@@ -279,26 +283,28 @@ struct Backward {
         Scores weights, ds;
         compute_weights(weights, m_block, stage, masked);
         announce();
-        compute_ds(ds, weights, m_block, stage, masked);
-        if constexpr (Plan::kNeedDq) store_fragment(ds_tile(), ds, warp_row);
-        __syncthreads();
+        multiply_dout(ds, stage);
         // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's gradients.
-        if constexpr (Plan::kBand) {
-            if (masked && Plan::kNeedDkv) {
+        if constexpr (Plan::kBand && Plan::kNeedDkv)
+            if (masked) {
+                __syncthreads();  // all have read q and dout as they are
                 q_dirty |= find_nonfinite<true, kThreads>(q_tile(stage));
                 dout_dirty |= find_nonfinite<true, kThreads>(dout_tile(stage));
             }
-            if (k_dirty) find_nonfinite<true, kThreads>(k_tile());
-        }
-        if constexpr (Plan::kNeedDkv) {
-            accumulate(dv, weights, dout_tile(stage), work.slice * Plan::kSliceDimV);
-            accumulate(dk, ds, q_tile(stage), work.slice * Plan::kSliceDim);
-        }
-        if constexpr (Plan::kNeedDq) accumulate_dq(m_block);
-        if (Plan::kBand && k_dirty) {  // the next scores need k as it is
-            __syncthreads();
-            load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
-            cp_async_commit_group();
+        // dV stands between dP and dS, so that the tensor cores work while dS is formed.
+        if constexpr (Plan::kNeedDkv) accumulate(dv, weights, dout_tile(stage), work.slice * Plan::kSliceDimV);
+        to_ds(ds, weights, m_block, stage, masked);
+        if constexpr (Plan::kNeedDq) store_fragment<Scores::kColTiles>(ds_tile(), ds, warp_row);
+        if constexpr (Plan::kNeedDq) __syncthreads();
+        if constexpr (Plan::kNeedDkv) accumulate(dk, ds, q_tile(stage), work.slice * Plan::kSliceDim);
+        if constexpr (Plan::kNeedDq) {
+            if (Plan::kBand && k_dirty) find_nonfinite<true, kThreads>(k_tile());
+            accumulate_dq(m_block);
+            if (Plan::kBand && k_dirty) {  // the next scores need k as it is
+                __syncthreads();
+                load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
+                cp_async_commit_group();
+            }
         }
     }
 
@@ -391,7 +397,12 @@ bwd_portable(const __grid_constant__ Params p) {
             cp_async_commit_group();
             backward.head -= last_of_head;
         }
-        backward.step(dk, dv, m_block, stage, m_block >= range.full_end || m_block < range.full_begin);
+        // Two bodies, so that the one for the long middle is a single block for the compiler to order.
+        if (Plan::kBand && (m_block >= range.full_end || m_block < range.full_begin)) {
+            backward.step(dk, dv, m_block, stage, true);
+        } else {
+            backward.step(dk, dv, m_block, stage, false);
+        }
         backward.head += last_of_head;
         m_block = last_of_head ? range.begin : m_block + 1;
         if (Plan::kStages > 1) stage ^= 1;

@@ -36,8 +36,8 @@ FORWARD_TILES = {
 }
 
 BACKWARD_TILES = {
-    (2, 64): (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 1)),
-    (2, 128): (Tile(64, 64, 4, 2, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
+    (2, 64): (Tile(32, 128, 4, 2, 2), Tile(32, 64, 4, 1)),
+    (2, 128): (Tile(64, 128, 8, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
     (2, 256): (Tile(32, 64, 4, 2, 1, 2), Tile(32, 32, 2, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
     (4, 64): (Tile(32, 64, 4, 2), Tile(32, 32, 2, 1), Tile(16, 16, 1, 1)),
     (4, 128): (Tile(32, 64, 4, 2), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
@@ -88,7 +88,7 @@ def forward_smem(problem, tile: Tile, stats: bool) -> int:
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
-    """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics, and dS^T."""
+    """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics, dS^T, two addresses."""
     item = ITEM_BYTES[problem.dtype]
     head_dim = tile.slices * _sliced(problem.head_dim, tile.slices)
     head_dim_v = tile.slices * _sliced(problem.head_dim_v, tile.slices)

@@ -1,0 +1,2 @@
+"""Speed beside other libraries in one process: `python -m bench` from the root of the source tree.
+"""

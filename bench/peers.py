@@ -1,0 +1,185 @@
+"""The contenders: each takes a case and its arrays and returns a function of no arguments that
+makes one call.
+
+A contender that cannot run a case raises Skip with the reason; a missing library is a reason like
+any other. GPU arrays are CuPy's, and the PyTorch peers read the same memory through DLPack. To add
+a peer: one function, one row of PEERS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import numpy as np
+
+import cuflash
+
+_EAGER_LIMIT = 1 << 34  # bytes of scores: beyond that eager attention is a test of the allocator
+
+
+class Skip(Exception):
+    """This contender does not run this case; the text says why."""
+
+
+def arrays(case, cupy, seed=0):
+    """q, k, v and dout of a case, normal random numbers, on the case's home."""
+    if case.home == "cpu":
+        rng = np.random.default_rng(seed)
+        return [rng.standard_normal(case.shape).astype(case.dtype) for _ in range(4)]
+    rng = cupy.random.default_rng(seed)
+    dtype = _numpy_dtype(case.dtype)
+    return [rng.standard_normal(case.shape, dtype=np.float32).astype(dtype) for _ in range(4)]
+
+
+def _numpy_dtype(name):
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _cuflash(deterministic):
+    def prepare(case, q, k, v, dout):
+        causal = case.causal
+        if case.way == "fwd":
+            if not deterministic:
+                raise Skip("the forward pass is always deterministic")
+            out = q.copy()
+            return lambda: cuflash.attention(q, k, v, causal=causal, out=out)
+        out, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
+        return lambda: cuflash.attention_backward(
+            dout, q, k, v, out, lse, causal=causal, deterministic=deterministic
+        )
+
+    return prepare
+
+
+def _eager(case, q, k, v, dout):
+    """What a CuPy user writes today: the score matrix, softmax, product."""
+    if case.way != "fwd":
+        raise Skip("eager CuPy is timed forward only")
+    if case.batch * case.heads * case.seqlen**2 * 4 > _EAGER_LIMIT:
+        raise Skip(f"the score matrix would take more than {_EAGER_LIMIT >> 30} GiB")
+    if case.dtype == "bfloat16":
+        raise Skip("eager CuPy is timed in float16, float32 and float64")
+    import cupy
+
+    hidden = ~cupy.tri(case.seqlen, dtype=bool) if case.causal else None
+    scale = q.dtype.type(case.head_dim**-0.5)
+
+    def call():
+        s = cupy.matmul(q, k.swapaxes(-2, -1)) * scale
+        if hidden is not None:
+            s = cupy.where(hidden, s.dtype.type(-np.inf), s)
+        p = cupy.exp(s - s.max(axis=-1, keepdims=True))
+        return cupy.matmul(p / p.sum(axis=-1, keepdims=True), v)
+
+    return call
+
+
+def _torch(case, *xs):
+    """(torch, tensors over the arrays' own memory)."""
+    torch = _need("torch")
+    if case.home == "gpu" and not torch.cuda.is_available():
+        raise Skip("this PyTorch has no CUDA")
+    return torch, [torch.from_dlpack(x) for x in xs]
+
+
+def _need(module):
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a wheel built for another CUDA or PyTorch fails in its own way
+        raise Skip(f"{module} does not import: {type(error).__name__}") from None
+
+
+def _sdpa(backend):
+    """scaled_dot_product_attention with one named backend; None: the CPU's, on two threads."""
+
+    def prepare(case, q, k, v, dout):
+        if backend == "MATH" and case.dtype != "float64":
+            raise Skip("the unfused path is timed where no fused one exists, in float64")
+        torch, (q, k, v, dout) = _torch(case, q, k, v, dout)
+        from torch.nn import attention, functional
+
+        if backend is None:
+            torch.set_num_threads(2)
+
+        def forward():
+            with attention.sdpa_kernel(kind) if kind is not None else contextlib.nullcontext():
+                return functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+
+        kind = getattr(attention.SDPBackend, backend) if backend else None
+        return _with_autograd(torch, case, forward, (q, k, v), dout)
+
+    return prepare
+
+
+def _flash3(case, q, k, v, dout):
+    if case.way != "fwd":
+        raise Skip("fa3-fwd has the forward pass only")
+    _sixteen_bit(case)
+    module = _need("fa3_fwd_interface")
+    torch, tensors = _torch(case, q, k, v)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in tensors)
+    return _with_autograd(
+        torch, case, lambda: module.flash_attn_func(q, k, v, causal=case.causal), (), None
+    )
+
+
+def _flash4(case, q, k, v, dout):
+    _sixteen_bit(case)
+    module = _need("flash_attn.cute")
+    torch, tensors = _torch(case, q, k, v, dout)
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in tensors)
+
+    def forward():
+        out = module.flash_attn_func(q, k, v, causal=case.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return _with_autograd(torch, case, forward, (q, k, v), dout)
+
+
+def _sixteen_bit(case):
+    if case.dtype not in ("float16", "bfloat16"):
+        raise Skip(f"it has no {case.dtype}")
+
+
+def _with_autograd(torch, case, forward, inputs, dout):
+    """Forward without a tape, or the gradient of one recorded forward pass. One call is tried, so
+    that what a peer does not support shows as a Skip here and not in the middle of a timing.
+    """
+
+    def without_tape():
+        with torch.no_grad():
+            return forward()
+
+    try:
+        if case.way == "fwd":
+            without_tape()
+            return without_tape
+        for x in inputs:
+            x.requires_grad_()
+        out = forward()
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        raise Skip((str(error).splitlines() or [type(error).__name__])[0][:100]) from None
+
+
+_OURS = {"cuflash": _cuflash(True), "cuflash non-det": _cuflash(False)}
+PEERS = {
+    "gpu": {
+        **_OURS,
+        "cuDNN": _sdpa("CUDNN_ATTENTION"),
+        "FA2": _sdpa("FLASH_ATTENTION"),
+        "efficient": _sdpa("EFFICIENT_ATTENTION"),
+        "unfused": _sdpa("MATH"),
+        "FA3": _flash3,
+        "FA4": _flash4,
+        "eager CuPy": _eager,
+    },
+    "cpu": {**_OURS, "torch CPU": _sdpa(None)},
+}
+OURS = tuple(_OURS)
