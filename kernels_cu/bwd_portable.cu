@@ -13,6 +13,9 @@
 //     start of a step           block m's copies are complete; nobody reads block m + 1's buffers or dS^T any more
 //     after dS^T is written     dS^T is complete
 //
+// With kShare = 2, two warps share their keys: each takes half of the queries in S^T and dP^T, then half of the columns
+// in dK and dV, with P^T and dS^T from shared memory. Warps then hold twice the rows and read a fifth less.
+//
 // dQ sums over key blocks, which are different thread blocks: each adds its part to dq_accum in L2 (float32, laid out
 // as accumulator fragments, so that a warp adds 512 contiguous bytes at a time). With kDeterministic they take turns:
 // a flag for each (head, block of queries, warp) counts the key blocks that have added. The last key block adds first:
@@ -39,9 +42,14 @@ using Accum = AccumOf<T>;
 using Atom = AtomFor<T, Plan::kTf32>::type;
 
 inline constexpr int kThreads = Plan::kWarps * kWarpSize;
-inline constexpr int kWarpRows = Plan::kBlockN / Plan::kWarps;
+inline constexpr int kWarpRows = Plan::kBlockN / (Plan::kWarps / Plan::kShare);
 inline constexpr int kRowTiles = kWarpRows / 16;
+inline constexpr int kQueries = Plan::kBlockM / Plan::kShare;    // of a warp, in S^T and dP^T
+inline constexpr int kColumns = Plan::kSliceDim / Plan::kShare;  // of a warp, in dK
+inline constexpr int kColumnsV = Plan::kSliceDimV / Plan::kShare;
 static_assert(kWarpRows % 16 == 0, "a warp's keys are whole tiles of 16");
+static_assert(kQueries % 16 == 0 && kColumns % 16 == 0 && kColumnsV % 16 == 0, "fragments come in pairs");
+static_assert(Plan::kShare == 1 || sizeof(T) == 2, "only 16-bit operands keep k's order in shared memory");
 static_assert(Plan::kBlockM % 16 == 0, "P^T is an operand with 16 queries a step");
 
 // Warps that compute dQ: kDqWarpsM along the queries, kDqWarpsD along the head dimension.
@@ -59,12 +67,13 @@ using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_log2_sum, 
 inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
 inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
-inline constexpr int kPointersBegin = kDsBegin + (Plan::kNeedDq ? DsTile::kBytes : 0);
+inline constexpr int kWeightsBegin = kDsBegin + (Plan::kNeedDq || Plan::kShare > 1 ? DsTile::kBytes : 0);
+inline constexpr int kPointersBegin = kWeightsBegin + (Plan::kShare > 1 ? DsTile::kBytes : 0);
 static_assert(kPointersBegin + 2 * SharedPointer::kBytes == Plan::kSmemBytes, "plan.py's sum is this one");
 
-using Scores = Fragment<Accum, kRowTiles, Plan::kBlockM / 8>;
-using KeyGrad = Fragment<Accum, kRowTiles, Plan::kSliceDim / 8>;
-using ValueGrad = Fragment<Accum, kRowTiles, Plan::kSliceDimV / 8>;
+using Scores = Fragment<Accum, kRowTiles, kQueries / 8>;
+using KeyGrad = Fragment<Accum, kRowTiles, kColumns / 8>;
+using ValueGrad = Fragment<Accum, kRowTiles, kColumnsV / 8>;
 using QueryGrad = Fragment<Accum, kDqRows / 16, kDqCols / 8>;
 using BlockWork = Work<Plan::kSlices>;
 
@@ -73,6 +82,7 @@ struct Backward {
     const BlockWork work;  // head counts key/value heads
     const u32 smem;
     const int first_key, warp_row;
+    const int share;  // which part of the queries, then of the columns, this warp takes for its keys
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
     bool k_dirty = false;  // k holds inf or NaN
@@ -83,7 +93,8 @@ struct Backward {
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
         : p(params), work(w), smem(smem_base), first_key(w.block * Plan::kBlockN),
-          warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
+          warp_row(int(threadIdx.x) / kWarpSize / Plan::kShare * kWarpRows),
+          share(int(threadIdx.x) / kWarpSize % Plan::kShare),
           visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)),
           head(w.head * p.group) {
         if (threadIdx.x == 0) {
@@ -107,6 +118,7 @@ struct Backward {
         return {dout_tile(stage).base + DoutTile::kBytes};
     }
     __device__ __forceinline__ DsTile ds_tile() const { return {smem + kDsBegin}; }
+    __device__ __forceinline__ DsTile weights_tile() const { return {smem + kWeightsBegin}; }
 
     __device__ __forceinline__ Rows<const T> k_rows() const {
         return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head), p.k_strides, p.seqlen_k,
@@ -149,7 +161,7 @@ struct Backward {
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n) {
             Accum value[2];
-            stats.load_two(which, 8 * n + lane_id() % 4 * 2, value);
+            stats.load_two(which, share * kQueries + 8 * n + lane_id() % 4 * 2, value);
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -157,7 +169,7 @@ struct Backward {
         }
     }
     template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
-        c.for_each(opaque(first_key + warp_row), m_block * Plan::kBlockM, [&](Accum& x, int j, int i) { f(x, i, j); });
+        c.for_each(opaque(first_key + warp_row), m_block * Plan::kBlockM + share * kQueries, [&](Accum& x, int j, int i) { f(x, i, j); });
     }
 
     // P^T of one block.
@@ -167,7 +179,7 @@ struct Backward {
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s, [&](int m, int step) { return Atom::load_a(k, warp_row + 16 * m, step * Atom::kK); },
-            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, share * kQueries + 16 * n, step * Atom::kK); });
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
         with_stats(s, stage, 1, [&](Accum& x, Accum log2_sum) { x = exp2_of(clamp_to_zero(x * scale_log2 - log2_sum)); });
@@ -181,7 +193,7 @@ struct Backward {
         dp.fill(0);
         gemm<Atom, Plan::kHeadDimV / Atom::kK, kSmemUnroll<T>>(
             dp, [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
-            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, dout, 16 * n, step * Atom::kK); });
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, dout, share * kQueries + 16 * n, step * Atom::kK); });
     }
     // dP^T to dS^T.
     __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, int m_block, int stage, bool masked) const {
@@ -196,16 +208,24 @@ struct Backward {
             for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
-    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]).
+    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]). The left operand is this warp's own
+    // fragment, or where warps share keys, their common tile.
     template <class C, class Tile>
-    __device__ __forceinline__ void accumulate(C& c, const Scores& left, Tile tile, int first_col) const {
-        const Operand<Atom, kRowTiles, Plan::kBlockM / Atom::kK> operand(left);
-        gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
-            c, [&](int m, int step) { return operand.a[m][step]; },
-            [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b_trans(b, tile, first_col + 16 * n, step * Atom::kK);
-            });
+    __device__ __forceinline__ void accumulate(C& c, const Scores& own, DsTile common, Tile tile, int first_col) const {
+        const auto load_b = [&](Atom::B(&b)[2], int n, int step) {
+            Atom::load_b_trans(b, tile, first_col + 16 * n, step * Atom::kK);
+        };
+        if constexpr (Plan::kShare == 1) {
+            const Operand<Atom, kRowTiles, Plan::kBlockM / Atom::kK> operand(own);
+            gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
+                c, [&](int m, int step) { return operand.a[m][step]; }, load_b);
+        } else {
+            gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
+                c, [&](int m, int step) { return Atom::load_a(common, warp_row + 16 * m, step * Atom::kK); }, load_b);
+        }
     }
+    __device__ __forceinline__ int column() const { return work.slice * Plan::kSliceDim + share * kColumns; }
+    __device__ __forceinline__ int column_v() const { return work.slice * Plan::kSliceDimV + share * kColumnsV; }
 
     __device__ __forceinline__ void accumulate_dq(int m_block) {
         const int warp = int(threadIdx.x) / kWarpSize;
@@ -266,8 +286,8 @@ struct Backward {
         dk.for_each(0, 0, [&](Accum& x, int, int) { x *= scale; });
         const SmemTile<T, Plan::kBlockN, Plan::kSliceDim> dk_tile{smem};
         const SmemTile<T, Plan::kBlockN, Plan::kSliceDimV> dv_tile{smem + KTile::kBytes};
-        store_fragment<KeyGrad::kColTiles>(dk_tile, dk, warp_row);
-        store_fragment<ValueGrad::kColTiles>(dv_tile, dv, warp_row);
+        store_fragment(dk_tile, dk, warp_row, share * kColumns);
+        store_fragment(dv_tile, dv, warp_row, share * kColumnsV);
         __syncthreads();
         const Rows<T> dk_rows(head_start<T>(p.dk, p.dk_strides, p.batch_sizes, work.batch, work.head), p.dk_strides,
                               p.seqlen_k, p.head_dim);
@@ -291,12 +311,20 @@ struct Backward {
                 q_dirty |= find_nonfinite<true, kThreads>(q_tile(stage));
                 dout_dirty |= find_nonfinite<true, kThreads>(dout_tile(stage));
             }
-        // dV stands between dP and dS, so that the tensor cores work while dS is formed.
-        if constexpr (Plan::kNeedDkv) accumulate(dv, weights, dout_tile(stage), work.slice * Plan::kSliceDimV);
-        to_ds(ds, weights, m_block, stage, masked);
-        if constexpr (Plan::kNeedDq) store_fragment<Scores::kColTiles>(ds_tile(), ds, warp_row);
-        if constexpr (Plan::kNeedDq) __syncthreads();
-        if constexpr (Plan::kNeedDkv) accumulate(dk, ds, q_tile(stage), work.slice * Plan::kSliceDim);
+        if constexpr (Plan::kShare == 1) {
+            // dV stands between dP and dS, so that the tensor cores work while dS is formed.
+            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
+            to_ds(ds, weights, m_block, stage, masked);
+            if constexpr (Plan::kNeedDq) store_fragment(ds_tile(), ds, warp_row);
+            if constexpr (Plan::kNeedDq) __syncthreads();
+        } else {
+            store_fragment(weights_tile(), weights, warp_row, share * kQueries);
+            to_ds(ds, weights, m_block, stage, masked);
+            store_fragment(ds_tile(), ds, warp_row, share * kQueries);
+            __syncthreads();
+            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
+        }
+        if constexpr (Plan::kNeedDkv) accumulate(dk, ds, ds_tile(), q_tile(stage), column());
         if constexpr (Plan::kNeedDq) {
             if (Plan::kBand && k_dirty) find_nonfinite<true, kThreads>(k_tile());
             accumulate_dq(m_block);
@@ -314,10 +342,10 @@ struct Backward {
         for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
             if (dout_dirty)
                 restore_nonfinite<true>(dv, first_key + warp_row, 0,
-                                        dout_rows().from_column(work.slice * Plan::kSliceDimV), first, last, sees);
+                                        dout_rows().from_column(column_v()), first, last, sees);
             if (q_dirty)
                 restore_nonfinite<false>(dk, first_key + warp_row, 0,
-                                         q_rows().from_column(work.slice * Plan::kSliceDim), first, last, sees);
+                                         q_rows().from_column(column()), first, last, sees);
         }
     }
     // ... and out of dq. NaN plus anything is NaN, so these additions need no turn.

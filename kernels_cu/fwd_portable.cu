@@ -163,7 +163,7 @@ struct Forward {
         o.for_each_row([&](Accum& x, int q) { x *= inverse[q]; });
         const OTile tile{q_tile.base + int(threadIdx.x) / kWarpSize * OTile::kBytes};
         __syncthreads();  // other warps may still read the tiles under this one
-        store_fragment<Output::kColTiles>(tile, o, 0);
+        store_fragment(tile, o, 0);
         __syncwarp();
         T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, work.batch, work.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);

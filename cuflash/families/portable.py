@@ -19,6 +19,7 @@ class Tile:
     stages: int
     blocks_per_sm: int = 1
     slices: int = 1  # blocks that share the rows and divide the columns of the results
+    share: int = 1  # backward, 16-bit: warps that share their keys and divide queries and columns
 
 
 # Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's shared memory is
@@ -95,7 +96,8 @@ def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
     keys = tile_bytes(tile.block_n, head_dim, item) + tile_bytes(tile.block_n, head_dim_v, item)
     stage = tile_bytes(tile.block_m, head_dim, item) + tile_bytes(tile.block_m, head_dim_v, item)
     stage += tile_bytes(3, tile.block_m, max(item, 4))
-    return keys + tile.stages * stage + (tile_bytes(tile.block_n, tile.block_m, item) if need_dq else 0) + 16
+    scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
+    return keys + tile.stages * stage + tile_bytes(tile.block_n, tile.block_m, item) * scores + 16
 
 
 def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:
@@ -170,6 +172,7 @@ def backward_plan(problem, device, access, *, need_dq: bool, need_dkv: bool, det
         ("kSliceDim", slice_dim),
         ("kSliceDimV", slice_dim_v),
         *_tile_constants(tile, smem, device),
+        ("kShare", tile.share),
         ("kDqWarpsM", along_m),
         ("kDqWarpsD", along_d),
         ("kAccumTiles", tile.slices * slice_dim // 8),

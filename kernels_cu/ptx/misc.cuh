@@ -40,11 +40,6 @@ template <> __device__ __forceinline__ double infinity<double>() {
     return __longlong_as_double(0x7ff0000000000000ll);
 }
 
-// A barrier among `threads` threads, whole warps; 0 is __syncthreads' own. PTX ISA 9.7.13.1 (bar.sync).
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-
 // min(x, 0), and NaN for NaN.
 __device__ __forceinline__ float clamp_to_zero(float x) {
 #if __CUDA_ARCH__ >= 800

@@ -55,11 +55,10 @@ struct Operand {
 // tiles 2n and 2n + 1. kUnroll: where both operands come from shared memory the loop over k need not be unrolled, and
 // for the wide types that keeps the code and the time to compile it small. (Reading operands ahead by hand changed
 // nothing: the assembler orders the reads by itself.)
-// kColTiles: how many of c's column tiles take part; 0 means all.
-template <class Atom, int kSteps, int kUnroll, int kColTiles = 0, class C, class LoadA, class LoadB>
+template <class Atom, int kSteps, int kUnroll, class C, class LoadA, class LoadB>
 __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
-    constexpr int kPairs = (kColTiles > 0 ? kColTiles : C::kColTiles) / 2;
-    static_assert(C::kColTiles % 2 == 0 && kColTiles % 2 == 0, "operands come in pairs of column tiles");
+    constexpr int kPairs = C::kColTiles / 2;
+    static_assert(C::kColTiles % 2 == 0, "operands come in pairs of column tiles");
     if constexpr (Atom::kPromote == 0) {
 #pragma unroll(kUnroll)
         for (int k = 0; k < kSteps; ++k) {
@@ -110,9 +109,10 @@ __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
     }
 }
 
-// The first kColTiles column tiles of a warp's accumulators into a tile of the output's type, each lane its own elements.
-template <int kColTiles, class Tile, class Accum, int kRowTiles, int kAllColTiles>
-__device__ __forceinline__ void store_fragment(Tile tile, const Fragment<Accum, kRowTiles, kAllColTiles>& c, int row) {
+// A warp's accumulators into a tile of the output's type, from (row, col) on, each lane its own elements.
+template <class Tile, class Accum, int kRowTiles, int kColTiles>
+__device__ __forceinline__ void store_fragment(Tile tile, const Fragment<Accum, kRowTiles, kColTiles>& c, int row = 0,
+                                               int col = 0) {
     using T = typename Tile::Element;
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
@@ -121,35 +121,12 @@ __device__ __forceinline__ void store_fragment(Tile tile, const Fragment<Accum, 
         for (int n = 0; n < kColTiles; ++n)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int i = row + 16 * m + g + 8 * h, j = 8 * n + 2 * t;
+                const int i = row + 16 * m + g + 8 * h, j = col + 8 * n + 2 * t;
                 if constexpr (sizeof(T) == 2) {
                     tile.store_pair(i, j, pack<T>(c.x[m][n][2 * h], c.x[m][n][2 * h + 1]));
                 } else {
                     tile.store(i, j, c.x[m][n][2 * h]);
                     tile.store(i, j + 1, c.x[m][n][2 * h + 1]);
-                }
-            }
-}
-
-// The way back: each lane the elements that it, or the same lane of another warp, has stored.
-template <class Tile, class Accum, int kRowTiles, int kColTiles>
-__device__ __forceinline__ void load_fragment(Tile tile, Fragment<Accum, kRowTiles, kColTiles>& c, int row) {
-    using T = typename Tile::Element;
-    const int g = lane_id() / 4, t = lane_id() % 4;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kColTiles; ++n)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                Accum(&x)[4] = c.x[m][n];
-                const int i = row + 16 * m + g + 8 * h, j = 8 * n + 2 * t;
-                if constexpr (sizeof(T) == 2) {
-                    const u32 pair = tile.load_pair(i, j);
-                    x[2 * h] = to_float(T{u16(pair)});
-                    x[2 * h + 1] = to_float(T{u16(pair >> 16)});
-                } else {
-                    x[2 * h] = tile.load(i, j), x[2 * h + 1] = tile.load(i, j + 1);
                 }
             }
 }

@@ -70,11 +70,6 @@ struct SmemTile {
     __device__ __forceinline__ void store_pair(int row, int col, u32 pair) const {
         asm volatile("st.shared.u32 [%0], %1;" :: "r"(address(row, col)), "r"(pair) : "memory");
     }
-    __device__ __forceinline__ u32 load_pair(int row, int col) const {
-        u32 pair;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address(row, col)) : "memory");
-        return pair;
-    }
     // The 16 bytes that begin at column `col`, a multiple of 16 bytes.
     __device__ __forceinline__ uint4 load_piece(int row, int col) const {
         uint4 x;
