@@ -48,14 +48,14 @@ def _parse(arch: str | None) -> tuple[str, Device]:
 
 
 def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
-    """Every kernel that contiguous arrays of a problem use, forward with and without lse, backward in both orders."""
+    """Every kernel that contiguous arrays of a problem use, forward and backward, the latter in both orders."""
     piece = 16 // {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[problem.dtype]
     aligned = problem.head_dim % piece == 0 and problem.head_dim_v % piece == 0
     access = Access(16, 16) if aligned else Access(0, 0)
     family, _ = choose(problem, device)
-    plans = [family.forward_plan(problem, device, access, lse=lse) for lse in (False, True)]
+    plans = [family.forward_plan(problem, device, access)]
     if backward:
-        plans.append(family.forward_plan(problem, device, access, lse=True, stats=True))
+        plans.append(family.forward_plan(problem, device, access, stats=True))
         plans.append(family.delta_plan(problem, vector=aligned, dlse=False))
         for deterministic in (True, False):
             plans.append(family.backward_plan(problem, device, access, need_dq=True, need_dkv=True,

@@ -23,7 +23,8 @@ LOG2E = 1.4426950408889634
 
 # Where |lse| is above this, float rounding of lse would cost exp(s - lse) accuracy that the dtype has: backward then
 # computes the row's maximum and sum again (kStats in fwd_portable.cu). Half an ulp of lse is |lse| * 2**-25.
-LSE_THRESHOLD = {"float16": 512.0, "bfloat16": 512.0, "float32": 16.0, "float64": 16.0}
+# With the wide types that is every row.
+LSE_THRESHOLD = {"float16": 512.0, "bfloat16": 512.0, "float32": -1.0, "float64": -1.0}
 
 # Below this many scores a kernel that reads elements one by one costs less than packing its inputs first.
 PACK_SCORES = 1 << 20
@@ -40,6 +41,7 @@ def device_facts(device_id: int) -> Device:
         attributes["MaxSharedMemoryPerBlockOptin"],
         attributes["MaxSharedMemoryPerMultiprocessor"],
         attributes["MultiProcessorCount"],
+        attributes["L2CacheSize"],
         name,
     )
 
@@ -86,6 +88,14 @@ def _shape_values(problem, blocks: int) -> list[int]:
 
 def _band_values(problem) -> list[int]:
     return [0, 0] if problem.band is None else [problem.band.lo, problem.band.hi]
+
+
+def _section_values(problem, device, heads: int, head_bytes: int) -> list[int]:
+    """How many heads start their blocks together, and how many of all heads make whole sections (attn/work.cuh)."""
+    if problem.band is None:
+        return [1, heads]
+    section = min(heads, max(1, device.l2_bytes * 3 // 4 // max(1, head_bytes)))
+    return [section, heads // section * section]
 
 
 def _scale_log2(problem) -> float:
@@ -159,15 +169,18 @@ def _forward_step(problem, device, q, k, v, out, lse, tile=None) -> Step:
     whole = _width(out) == 16 and problem.head_dim_v % (16 // out.itemsize) == 0
     access = Access(min(_width(a) for a in (q, k, v)), 16 if whole else 0)
     family, _ = choose(problem, device)
-    plan = family.forward_plan(problem, device, access, lse=lse is not None, tile=tile)
+    plan = family.forward_plan(problem, device, access, tile=tile)
     batch_axes = len(problem.batch)
     blocks = -(-problem.seqlen_q // plan["kBlockM"])
     values = []
     for array in (q, k, v, out):
         values += _strides(array, batch_axes)
     values += [0] * (BATCH_DIMS + 3) if lse is None else _strides(lse, batch_axes)
-    values += _shape_values(problem, blocks) + _band_values(problem) + [_scale_log2(problem), 0, 0.0]
-    total = blocks * plan["kSlices"] * problem.num_heads * math.prod(problem.batch)
+    heads = problem.num_heads * math.prod(problem.batch)
+    key_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * q.itemsize // problem.group
+    values += _shape_values(problem, blocks) + _section_values(problem, device, heads, key_bytes)
+    values += _band_values(problem) + [_scale_log2(problem), 0, 0.0]
+    total = blocks * plan["kSlices"] * heads
     return Step(plan, "forward", layout("forward").rest(*values), total)
 
 
@@ -246,14 +259,18 @@ def _backward_steps(problem, device, dout, q, k, v, out, lse, dlse, dq, dk, dv, 
     delta = Step(delta_plan, "delta", layout("delta").rest(
         *strides(out, dout, lse, dlse), *_shape_values(problem, delta_blocks), stats_pitch), delta_blocks * rows)
 
-    stats_plan = family.forward_plan(problem, device, load, lse=True, stats=True)
+    stats_plan = family.forward_plan(problem, device, load, stats=True)
     stats_blocks = -(-problem.seqlen_q // stats_plan["kBlockM"])
     stats = Step(stats_plan, "forward", layout("forward").rest(
-        *strides(q, k, v, None, lse), *_shape_values(problem, stats_blocks), *_band_values(problem),
+        *strides(q, k, v, None, lse), *_shape_values(problem, stats_blocks), 1, rows, *_band_values(problem),
         _scale_log2(problem), stats_pitch, LSE_THRESHOLD[problem.dtype]), stats_blocks * stats_plan["kSlices"] * rows)
 
+    # What the blocks of one key/value head stream through: q, dout and dq_accum of its group.
+    query_bytes = problem.group * problem.seqlen_q * (
+        (problem.head_dim + problem.head_dim_v) * item + problem.head_dim * max(item, 4))
     main = Step(plan, "backward", layout("backward").rest(
-        *strides(q, k, v, dout, dk, dv), *_shape_values(problem, num_n_blocks), *_band_values(problem),
+        *strides(q, k, v, dout, dk, dv), *_shape_values(problem, num_n_blocks),
+        *_section_values(problem, device, rows // problem.group, query_bytes), *_band_values(problem),
         _scale_log2(problem), problem.scale, stats_pitch, accum_pitch, num_m_blocks),
         num_n_blocks * plan["kSlices"] * (rows // problem.group))
 

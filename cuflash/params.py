@@ -36,9 +36,9 @@ _SHAPE = [
     ("head_dim_v", "i32"),
     ("num_blocks", "u32"),
 ]
+_SECTION = [("section", "u32"), ("num_sectioned", "u32")]
 _BAND = [("band_lo", "i32"), ("band_hi", "i32")]
-# Statistics of each row of queries, (batch * head, 3, row) with stats_pitch rows: row_max, row_log2_sum and delta, where
-# p = exp2((s - row_max) * scale_log2 - row_log2_sum).
+# Statistics of each row of queries, (batch * head, 3, row) with stats_pitch rows: row_max, row_sum (attn/stats.cuh), delta.
 _STATS = ("stats", "out")
 
 # Pointers come first: a launch that differs from an earlier one in its arrays only packs these anew.
@@ -46,7 +46,7 @@ TABLES = {
     "forward": [
         ("q", "in"), ("k", "in"), ("v", "in"), ("out", "out"), ("lse", "out"), _STATS,
         ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
-        ("out_strides", "strides"), ("lse_strides", "strides"), *_SHAPE, *_BAND,
+        ("out_strides", "strides"), ("lse_strides", "strides"), *_SHAPE, *_SECTION, *_BAND,
         ("scale_log2", "f64"), ("stats_pitch", "i64"), ("lse_threshold", "f64"),
     ],
     "backward": [
@@ -54,7 +54,7 @@ TABLES = {
         ("dq_accum", "out"), ("flags", "out"), ("ticket", "out"), _STATS,
         ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
         ("dout_strides", "strides"), ("dk_strides", "strides"), ("dv_strides", "strides"), *_SHAPE,
-        *_BAND, ("scale_log2", "f64"), ("scale", "f64"), ("stats_pitch", "i64"),
+        *_SECTION, *_BAND, ("scale_log2", "f64"), ("scale", "f64"), ("stats_pitch", "i64"),
         ("accum_pitch", "i64"), ("num_m_blocks", "u32"),
     ],
     "delta": [

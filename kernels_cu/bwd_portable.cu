@@ -25,7 +25,7 @@
 // have long arrived, so that neither the read nor the fence is waited for.
 //
 // Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
-// dout [kBlockM][kHeadDimV], row_max, row_log2_sum, delta [kBlockM]) | ds^T [kBlockN][kBlockM] | the addresses of q and
+// dout [kBlockM][kHeadDimV], row_max, row_sum, delta [kBlockM]) | ds^T [kBlockN][kBlockM] | the addresses of q and
 // dout; at the end dk and dv are staged over k and v.
 //
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and kSliceDimV of dv, where
@@ -33,6 +33,7 @@
 #include "attn/band.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
+#include "attn/stats.cuh"
 #include "attn/work.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
@@ -63,7 +64,7 @@ using VTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDimV>;
 using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
 using DoutTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDimV>;
 using DsTile = SmemTile<T, Plan::kBlockN, Plan::kBlockM>;
-using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_log2_sum, delta
+using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_sum (attn/stats.cuh), delta
 inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
 inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
@@ -182,8 +183,8 @@ struct Backward {
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, share * kQueries + 16 * n, step * Atom::kK); });
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
-        with_stats(s, stage, 1, [&](Accum& x, Accum log2_sum) { x = exp2_of(clamp_to_zero(x * scale_log2 - log2_sum)); });
-        if (Plan::kBand && masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        with_stats(s, stage, 1, [&](Accum& x, Accum sum) { x = weight<T>(x * scale_log2, sum); });
+        if (masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
     // dP^T of one block.
@@ -204,7 +205,7 @@ struct Backward {
             for (int n = 0; n < Scores::kColTiles; ++n)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) ds.x[m][n][r] *= weights.x[m][n][r];
-        if (Plan::kBand && masked)
+        if (masked)
             for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
@@ -382,14 +383,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
 bwd_portable(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
-    BlockWork work(take_ticket(p, base), p.num_blocks, p.num_heads / p.group);
+    BlockWork work(take_ticket(p, base), p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned);
     if constexpr (Plan::kDeterministic) work.block = int(p.num_blocks) - 1 - work.block;
     Backward backward(p, work, base);
 
     const int last_key = min_of(backward.first_key + Plan::kBlockN, p.seqlen_k) - 1;
     BlockRange range = band_range<Plan::kBand>(backward.first_key, last_key, -p.band_hi, -p.band_lo, Plan::kBlockM,
                                                p.seqlen_q);
-    // Keys beyond the end are zeros, not hidden: their weight may overflow, so every step of the last block is masked.
+    // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step of the last block is masked.
     if (backward.first_key + Plan::kBlockN > p.seqlen_k) range.full_begin = range.full_end = range.end;
     const int count = range.end - range.begin;
     const int total = count * int(p.group);
@@ -425,8 +426,10 @@ bwd_portable(const __grid_constant__ Params p) {
             cp_async_commit_group();
             backward.head -= last_of_head;
         }
-        // Two bodies, so that the one for the long middle is a single block for the compiler to order.
-        if (Plan::kBand && (m_block >= range.full_end || m_block < range.full_begin)) {
+        const bool masked = m_block >= range.full_end || m_block < range.full_begin;
+        if constexpr (!Plan::kBand) {
+            backward.step(dk, dv, m_block, stage, Plan::kTail && masked);
+        } else if (masked) {  // two bodies, so that the one for the long middle is a single block for the compiler to order
             backward.step(dk, dv, m_block, stage, true);
         } else {
             backward.step(dk, dv, m_block, stage, false);

@@ -1,12 +1,12 @@
 // Before backward: one pass over out and dout.
 //
-//     delta = rowsum(dout * out) - dlse        row_max = 0        row_log2_sum = lse * log2(e)
+//     delta = rowsum(dout * out) - dlse        row_max = 0        row_sum = lse * log2(e)
 //
-// so that backward's p = exp2((s - row_max) * scale_log2 - row_log2_sum) is exp(s - lse). A row without a visible key has
-// lse = -inf and gets row_log2_sum = +inf: its weights are 0. Rows up to stats_pitch, which nothing reads as queries,
-// are written too: workspaces hold no stale bits.
+// and the statistics as attn/stats.cuh defines them, before any are refined. Rows up to stats_pitch, which nothing reads
+// as queries, are written too: workspaces hold no stale bits.
 //
 // One warp computes a row at a time; kVector: rows of out and dout are read in 16-byte pieces.
+#include "attn/stats.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/misc.cuh"
 #include "tile/rows.cuh"
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize) delta(cons
         if (Plan::kDlse && exists) sum -= dlse[row * p.dlse_strides.row];
         const Accum value = exists ? lse[row * p.lse_strides.row] : -infinity<Accum>();
         stats[row] = 0;
-        stats[p.stats_pitch + row] = value == -infinity<Accum>() ? infinity<Accum>() : value * Accum(kLog2e);
+        stats[p.stats_pitch + row] = value == -infinity<Accum>() ? empty_row_sum<T, Accum>() : value * Accum(kLog2e);
         stats[2 * p.stats_pitch + row] = sum;
     }
 }

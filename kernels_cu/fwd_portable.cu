@@ -18,13 +18,15 @@
 // bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte pieces | the addresses of k and v.
 //
 // Schedule: keys run from the last visible block to the first, so that the masked ends of the range and the long full
-// middle are one loop. With a band, blocks of queries run from the last to the first: the longest rows start first.
+// middle are one loop. With a band, blocks of queries run from the last to the first, the longest first, over sections of
+// heads whose keys fit in L2 together (attn/work.cuh).
 //
-// With kStats the kernel writes, in place of out, the row's maximum and log2 of its sum for the rows whose lse is so
+// With kStats the kernel writes, in place of out, the row's maximum and sum (attn/stats.cuh) for the rows whose lse is so
 // large that float rounding of it would spoil exp(s - lse) in backward; blocks without such a row end at once.
 #include "attn/band.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
+#include "attn/stats.cuh"
 #include "attn/softmax.cuh"
 #include "attn/work.cuh"
 #include "tile/copy.cuh"
@@ -194,7 +196,7 @@ struct Forward {
             if (!is_large(static_cast<const Accum*>(p.lse)[base + row * p.lse_strides.row])) return;
             Accum* stats = static_cast<Accum*>(p.stats) + (i64(work.batch) * p.num_heads + work.head) * 3 * p.stats_pitch;
             stats[row] = softmax.reference[q];
-            stats[p.stats_pitch + row] = log2_of(softmax.sum[q]);
+            stats[p.stats_pitch + row] = row_sum_of<T>(softmax.sum[q]);
         });
     }
 };
@@ -202,7 +204,7 @@ struct Forward {
 extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
 fwd_portable(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char smem[];
-    BlockWork work(blockIdx.x, p.num_blocks, p.num_heads);
+    BlockWork work(blockIdx.x, p.num_blocks, p.num_heads, p.section, p.num_sectioned);
     if constexpr (Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
     Forward forward(p, work, smem_address(smem));
     if constexpr (Plan::kStats)
@@ -221,7 +223,7 @@ fwd_portable(const __grid_constant__ Params p) {
         cp_async_commit_group();
     }
     int stage = 0, n_block = range.end - 1;
-    const auto run = [&](int stop, bool masked) {
+    const auto run = [&](int stop, auto masked) {
         for (; n_block >= stop; --n_block) {
             if constexpr (Plan::kStages == 1) {
                 __syncthreads();
@@ -236,15 +238,19 @@ fwd_portable(const __grid_constant__ Params p) {
                 if (next >= range.begin) forward.load_kv(next, (stage + Plan::kStages - 1) % Plan::kStages);
                 cp_async_commit_group();
             }
-            forward.step(o, n_block, stage, masked);
+            forward.step(o, n_block, stage, masked(n_block));
             stage = (stage + 1) % Plan::kStages;
         }
     };
-    // Masked, full, masked: two bodies, one for the ends and one for the middle.
+    if constexpr (Plan::kBand) {
+        // Masked, full, masked: two bodies, so that the one for the middle is a single block for the compiler to order.
 #pragma unroll 1
-    for (int part = 0; part < 3; ++part) {
-        if (part == 1) run(range.full_begin, false);
-        else run(part == 0 ? range.full_end : range.begin, true);
+        for (int part = 0; part < 3; ++part) {
+            if (part == 1) run(range.full_begin, [](int) { return false; });
+            else run(part == 0 ? range.full_end : range.begin, [](int) { return true; });
+        }
+    } else {  // only the last block can have a tail
+        run(range.begin, [&](int block) { return Plan::kTail && block >= range.full_end; });
     }
     cp_async_wait_group<0>();
 
@@ -256,8 +262,7 @@ fwd_portable(const __grid_constant__ Params p) {
     if constexpr (Plan::kStats) {
         forward.store_stats();
     } else {
-        if constexpr (Plan::kLse)
-            if (work.slice == 0) forward.store_lse();
+        if (p.lse != nullptr && work.slice == 0) forward.store_lse();
         forward.store_out(o);
     }
 }

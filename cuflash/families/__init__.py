@@ -13,6 +13,7 @@ class Device:
     smem_per_block: int  # bytes a block may ask for
     smem_per_sm: int
     num_sms: int
+    l2_bytes: int = 0  # only orders the work; unknown where kernels are built ahead
     name: str = ""
 
 
@@ -34,7 +35,7 @@ def device_of(capability: int, num_sms: int = 132) -> Device:
         known = ", ".join(f"sm_{c}" for c in _SMEM_KIB)
         raise ValueError(f"arch: sm_{capability} is not one of {known}")
     block, sm = _SMEM_KIB[capability]
-    return Device(capability, block * 1024, sm * 1024, num_sms, f"sm_{capability}")
+    return Device(capability, block * 1024, sm * 1024, num_sms, name=f"sm_{capability}")
 
 
 @dataclass(frozen=True)

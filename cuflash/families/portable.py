@@ -25,7 +25,7 @@ class Tile:
 # Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's shared memory is
 # taken. Those of the first rows were measured (bench/tune.py); the ones after them serve smaller shared memories.
 FORWARD_TILES = {
-    (2, 64): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1)),
+    (2, 64): (Tile(128, 128, 4, 2, 2), Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1)),
     (2, 128): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
     (2, 256): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
     (4, 64): (Tile(64, 64, 4, 2, 2), Tile(64, 32, 4, 1)),
@@ -38,7 +38,7 @@ FORWARD_TILES = {
 
 BACKWARD_TILES = {
     (2, 64): (Tile(32, 128, 4, 2, 2), Tile(32, 64, 4, 1)),
-    (2, 128): (Tile(64, 128, 8, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
+    (2, 128): (Tile(64, 128, 8, 2, 1, 1, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
     (2, 256): (Tile(32, 64, 4, 2, 1, 2), Tile(32, 32, 2, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
     (4, 64): (Tile(32, 64, 4, 2), Tile(32, 32, 2, 1), Tile(16, 16, 1, 1)),
     (4, 128): (Tile(32, 64, 4, 2), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
@@ -114,13 +114,15 @@ def _blocks_per_sm(tile: Tile, smem: int, device) -> int:
     return max(1, min(tile.blocks_per_sm, device.smem_per_sm // (smem + 1024)))
 
 
-def _common(problem):
+def _common(problem, tile):
     sign = (problem.scale > 0) - (problem.scale < 0)
     return [
         ("Element", CPP_TYPES[problem.dtype]),
         ("kTf32", problem.precision == "tf32"),
         ("kScaleSign", sign),
         ("kBand", problem.band is not None),
+        # Whether a sequence ends inside a block; with a band the masked bodies see to that in any case.
+        ("kTail", problem.band is None and (problem.seqlen_q % tile.block_m != 0 or problem.seqlen_k % tile.block_n != 0)),
     ]
 
 
@@ -136,20 +138,19 @@ def _tile_constants(tile: Tile, smem: int, device):
     ]
 
 
-def forward_plan(problem, device, access, *, lse: bool, stats: bool = False, tile: Tile | None = None) -> Plan:
+def forward_plan(problem, device, access, *, stats: bool = False, tile: Tile | None = None) -> Plan:
     """The plan of fwd_portable.cu. With ``stats`` the pass that refines row statistics for backward."""
     if tile is None:
         tile = _first_fit(_rows(FORWARD_TILES, problem), lambda t: forward_smem(problem, t, stats), device,
                           f"forward in {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
                           f"{problem.head_dim_v}")
     smem = forward_smem(problem, tile, stats)
-    constants = _common(problem) + [
+    constants = _common(problem, tile) + [
         ("kHeadDim", _padded(problem.head_dim)),
         ("kHeadDimV", _sliced(problem.head_dim_v, tile.slices)),
         *_tile_constants(tile, smem, device),
         ("kCopyBytes", access.load_bytes),
         ("kStoreBytes", access.store_bytes),
-        ("kLse", lse and not stats),
         ("kStats", stats),
     ]
     return Plan("fwd_portable", "forward", 32 * tile.warps, smem, tuple(constants))
@@ -166,7 +167,7 @@ def backward_plan(problem, device, access, *, need_dq: bool, need_dkv: bool, det
     slice_dim = _sliced(problem.head_dim, tile.slices)
     slice_dim_v = _sliced(problem.head_dim_v, tile.slices)
     along_m, along_d = _dq_warps(tile, slice_dim)
-    constants = _common(problem) + [
+    constants = _common(problem, tile) + [
         ("kHeadDim", tile.slices * slice_dim),
         ("kHeadDimV", tile.slices * slice_dim_v),
         ("kSliceDim", slice_dim),

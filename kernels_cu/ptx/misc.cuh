@@ -40,18 +40,6 @@ template <> __device__ __forceinline__ double infinity<double>() {
     return __longlong_as_double(0x7ff0000000000000ll);
 }
 
-// min(x, 0), and NaN for NaN.
-__device__ __forceinline__ float clamp_to_zero(float x) {
-#if __CUDA_ARCH__ >= 800
-    float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(0.f));
-    return y;
-#else
-    return x > 0 ? 0.f : x;
-#endif
-}
-__device__ __forceinline__ double clamp_to_zero(double x) { return x > 0 ? 0.0 : x; }
-
 // Additions performed in L2; nothing is returned. PTX ISA 9.7.13.7 (red).
 __device__ __forceinline__ void red_add(float* address, float x) {
     asm volatile("red.global.add.f32 [%0], %1;" :: "l"(address), "f"(x) : "memory");

@@ -42,7 +42,6 @@ __device__ __forceinline__ void mma_by_fma(Accum (&c)[4], GetA a, GetB b) {
 template <class T>
 struct Atom16 {
     static constexpr int kK = 16;
-    static constexpr int kPromote = 0;  // k steps chained in the tensor core's accumulator; 0: all
     struct A { u32 x[4]; };
     struct B { u32 x[2]; };
 
@@ -93,11 +92,11 @@ struct Atom16 {
 };
 
 // float32: each factor is hi + lo in tf32 and the product lo*hi + hi*lo + hi*hi (3xTF32), or hi*hi alone. The tensor
-// core truncates as it accumulates, so chains end after 64 of k and the rest is added in float32.
+// core truncates as it accumulates, always towards zero, so no chain is longer than these three: their sum starts from
+// zero and is added to c in float32.
 template <bool kTf32>
 struct Atom32 {
     static constexpr int kK = 8;
-    static constexpr int kPromote = 8;
     struct A { float x[4]; };
     struct B { float x[2]; };
 
@@ -133,11 +132,14 @@ struct Atom32 {
         for (int r = 0; r < 4; ++r) a_high[r] = round_tf32(a.x[r]), a_low[r] = round_tf32(a.x[r] - a_high[r]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) b_high[r] = round_tf32(b.x[r]), b_low[r] = round_tf32(b.x[r] - b_high[r]);
+        float part[4] = {};
         if constexpr (!kTf32) {
-            mma_m16n8k8_tf32(c, a_low, b_high);
-            mma_m16n8k8_tf32(c, a_high, b_low);
+            mma_m16n8k8_tf32(part, a_low, b_high);
+            mma_m16n8k8_tf32(part, a_high, b_low);
         }
-        mma_m16n8k8_tf32(c, a_high, b_high);
+        mma_m16n8k8_tf32(part, a_high, b_high);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) c[r] += part[r];
 #else
         mma_by_fma<kK>(
             c,
@@ -150,7 +152,6 @@ struct Atom32 {
 // float64.
 struct Atom64 {
     static constexpr int kK = 16;
-    static constexpr int kPromote = 0;
     struct A { double x[8]; };
     struct B { double x[4]; };
 

@@ -59,52 +59,19 @@ template <class Atom, int kSteps, int kUnroll, class C, class LoadA, class LoadB
 __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
     constexpr int kPairs = C::kColTiles / 2;
     static_assert(C::kColTiles % 2 == 0, "operands come in pairs of column tiles");
-    if constexpr (Atom::kPromote == 0) {
 #pragma unroll(kUnroll)
-        for (int k = 0; k < kSteps; ++k) {
-            typename Atom::A a[C::kRowTiles];
+    for (int k = 0; k < kSteps; ++k) {
+        typename Atom::A a[C::kRowTiles];
 #pragma unroll
-            for (int m = 0; m < C::kRowTiles; ++m) a[m] = load_a(m, k);
+        for (int m = 0; m < C::kRowTiles; ++m) a[m] = load_a(m, k);
 #pragma unroll
-            for (int n = 0; n < kPairs; ++n) {
-                typename Atom::B b[2];
-                load_b(b, n, k);
-#pragma unroll
-                for (int m = 0; m < C::kRowTiles; ++m) {
-                    Atom::mma(c.x[m][2 * n], a[m], b[0]);
-                    Atom::mma(c.x[m][2 * n + 1], a[m], b[1]);
-                }
-            }
-        }
-    } else {  // short chains into fresh accumulators, summed outside the tensor core
-#pragma unroll(kUnroll)
-        for (int first = 0; first < kSteps; first += Atom::kPromote) {
-            constexpr int kChain = Atom::kPromote < kSteps ? Atom::kPromote : kSteps;
-            typename Atom::A a[C::kRowTiles][kChain];
+        for (int n = 0; n < kPairs; ++n) {
+            typename Atom::B b[2];
+            load_b(b, n, k);
 #pragma unroll
             for (int m = 0; m < C::kRowTiles; ++m)
 #pragma unroll
-                for (int k = 0; k < kChain; ++k)
-                    if (first + k < kSteps) a[m][k] = load_a(m, first + k);
-#pragma unroll
-            for (int n = 0; n < kPairs; ++n) {
-                decltype(c.x[0][0][0] + 0) part[C::kRowTiles][2][4] = {};
-#pragma unroll
-                for (int k = 0; k < kChain; ++k) {
-                    if (first + k >= kSteps) continue;
-                    typename Atom::B b[2];
-                    load_b(b, n, first + k);
-#pragma unroll
-                    for (int m = 0; m < C::kRowTiles; ++m) {
-                        Atom::mma(part[m][0], a[m][k], b[0]);
-                        Atom::mma(part[m][1], a[m][k], b[1]);
-                    }
-                }
-#pragma unroll
-                for (int m = 0; m < C::kRowTiles; ++m)
-#pragma unroll
-                    for (int r = 0; r < 8; ++r) c.x[m][2 * n + r / 4][r % 4] += part[m][r / 4][r % 4];
-            }
+                for (int half = 0; half < 2; ++half) Atom::mma(c.x[m][2 * n + half], a[m], b[half]);
         }
     }
 }
