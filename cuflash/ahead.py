@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from dataclasses import dataclass
 
 from . import jit
 from .families import Access, Device, choose, device_of
-from .plan import CPP_TYPES, Plan
+from .plan import CPP_TYPES, ITEM_BYTES, Plan
 from .problem import Band, Problem
 
 
@@ -21,15 +22,23 @@ class Record:
     path: str
     seconds: float
     cached: bool
-    registers: int | None  # None when the cubin was cached: the compiler was not asked
+    registers: int | None  # None when the compiler was not asked, or only for PTX
     spilled_bytes: int | None
 
     def __str__(self) -> str:
-        how = "cached" if self.cached else f"{self.registers} registers, {self.spilled_bytes} bytes spilled"
         values = dict(self.plan.constants)
-        dims = f"head_dim {values['kHeadDim']}, {values['kHeadDimV']}" if "kHeadDim" in values else "any head_dim"
+        if self.cached:
+            how = "cached"
+        elif self.registers is None:
+            how = "PTX, which the driver compiles when it is loaded"
+        else:
+            how = f"{self.registers} registers, {self.spilled_bytes} bytes spilled"
+        dims = "any head_dim"
+        if "kHeadDim" in values:
+            dims = f"head_dim {values['kHeadDim']}, {values['kHeadDimV']}"
         band = ", band" if values.get("kBand") else ""
-        return f"{self.plan.kernel} {self.arch} {values['Element']} {dims}{band}: {how}, {self.seconds:.2f} s"
+        kernel = f"{self.plan.kernel} {self.arch} {values['Element']} {dims}{band}"
+        return f"{kernel}: {how}, {self.seconds:.2f} s"
 
 
 def _parse(arch: str | None) -> tuple[str, Device]:
@@ -42,25 +51,52 @@ def _parse(arch: str | None) -> tuple[str, Device]:
         return jit.architecture(device.capability // 10, device.capability % 10), device
     match = re.fullmatch(r"sm_(\d{2,3})a?", arch) if isinstance(arch, str) else None
     if match is None:
-        raise ValueError(f"arch: {arch!r} is not the name of an architecture, such as 'sm_80' or 'sm_90a'")
+        raise ValueError(
+            f"arch: {arch!r} is not the name of an architecture, such as 'sm_80' or 'sm_90a'"
+        )
     device = device_of(int(match.group(1)))
-    return ("sm_90a" if device.capability == 90 else arch), device
+    # What the device itself would ask for: another name would fill the cache with files that no
+    # call looks for.
+    return jit.architecture(*divmod(device.capability, 10)), device
+
+
+def _contiguous_access(problem: Problem) -> tuple[tuple[int, ...], int, int]:
+    """How launch.py reaches contiguous arrays: (widths of loads, of forward's stores, of
+    backward's). Narrow inputs are packed where there are many scores, so that both widths occur.
+    """
+    item = ITEM_BYTES[problem.dtype]
+
+    def width(dim: int) -> int:
+        return next((w for w in (16, 8, 4) if dim * item % w == 0 and w >= item), 0)
+
+    rows, rows_v = width(problem.head_dim), width(problem.head_dim_v)
+    loads = tuple(sorted({min(rows, rows_v), 16}))
+    return loads, 16 if rows_v == 16 else 0, 16 if rows == rows_v == 16 else 0
 
 
 def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
-    """Every kernel that contiguous arrays of a problem use, forward and backward, the latter in both orders."""
-    piece = 16 // {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[problem.dtype]
-    aligned = problem.head_dim % piece == 0 and problem.head_dim_v % piece == 0
-    access = Access(16, 16) if aligned else Access(0, 0)
+    """Every kernel that contiguous arrays of a problem use, forward and backward, the latter in
+    both orders and for all three gradients.
+    """
     family, _ = choose(problem, device)
-    plans = [family.forward_plan(problem, device, access)]
-    if backward:
+    loads, store, store_backward = _contiguous_access(problem)
+    plans = [family.forward_plan(problem, device, Access(load, store)) for load in loads]
+    if not backward:
+        return plans
+    item = ITEM_BYTES[problem.dtype]
+    vector = problem.head_dim_v * item % 16 == 0
+    plans.append(family.delta_plan(problem, vector=vector, dlse=False))
+    for load in loads:
+        access = Access(load, store_backward)
         plans.append(family.forward_plan(problem, device, access, stats=True))
-        plans.append(family.delta_plan(problem, vector=aligned, dlse=False))
-        for deterministic in (True, False):
-            plans.append(family.backward_plan(problem, device, access, need_dq=True, need_dkv=True,
-                                              deterministic=deterministic))
-        plans.append(family.cast_plan(problem, plans[-1], pair_store=aligned))
+        plans += [
+            family.backward_plan(
+                problem, device, access, need_dq=True, need_dkv=True, deterministic=deterministic
+            )
+            for deterministic in (True, False)
+        ]
+    pairs = problem.head_dim * item % max(2 * item, 4) == 0
+    plans.append(family.cast_plan(problem, plans[-1], pair_store=pairs))
     return plans
 
 
@@ -70,38 +106,82 @@ def build(plan: Plan, arch: str) -> Record:
     built = jit.build(plan, arch)
     registers = re.search(r"Used (\d+) registers", built.log)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", built.log))
-    return Record(plan, arch, str(built.path), time.perf_counter() - start, built.cached,
-                  int(registers.group(1)) if registers else None, None if built.cached else spilled)
+    return Record(
+        plan,
+        arch,
+        str(built.path),
+        time.perf_counter() - start,
+        built.cached,
+        int(registers.group(1)) if registers else None,
+        None if built.cached else spilled,
+    )
 
 
-def compile_ahead(arch=None, dtypes=("float16", "bfloat16"), head_dims=(64, 128), head_dims_v=None,
-                  causal=(False, True), backward=True, progress=None) -> list[Record]:
-    """See :func:`cuflash.compile`."""
-    name, device = _parse(arch)
-    head_dims = list(head_dims)
-    values = head_dims if head_dims_v is None else list(head_dims_v)
-    if len(values) != len(head_dims):
-        raise ValueError(f"head_dims_v: {len(values)} values for {len(head_dims)} head_dims; one for each is needed")
+def _check(dtypes, head_dims, head_dims_v, causal) -> None:
+    """The arguments of :func:`cuflash.compile`, already sequences."""
+    if len(head_dims_v) != len(head_dims):
+        raise ValueError(
+            f"head_dims_v: {len(head_dims_v)} values for {len(head_dims)} head_dims; one for each "
+            "is needed"
+        )
     for dtype in dtypes:
         if dtype not in CPP_TYPES:
             raise ValueError(f"dtypes: {dtype!r} is not one of {', '.join(CPP_TYPES)}")
-    for which, dims in (("head_dims", head_dims), ("head_dims_v", values)):
+    for which, dims in (("head_dims", head_dims), ("head_dims_v", head_dims_v)):
         for dim in dims:
             if not isinstance(dim, int) or isinstance(dim, bool):
                 raise TypeError(f"{which}: {dim!r} is not an int")
             if not 1 <= dim <= 256:
                 raise ValueError(f"{which}: {dim} is not from 1 to 256")
+    for banded in causal:
+        if not isinstance(banded, bool):
+            raise TypeError(f"causal: {banded!r} is not a bool")
+
+
+def _sequence(name: str, value) -> list:
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise TypeError(f"{name}={value!r}: it must be a sequence, such as ({value!r},)")
+    return list(value)
+
+
+def compile_ahead(
+    arch=None,
+    dtypes=("float16", "bfloat16"),
+    head_dims=(64, 128),
+    head_dims_v=None,
+    causal=(False, True),
+    backward=True,
+    progress=None,
+) -> list[Record]:
+    """See :func:`cuflash.compile`."""
+    dtypes, head_dims = _sequence("dtypes", dtypes), _sequence("head_dims", head_dims)
+    values = head_dims if head_dims_v is None else _sequence("head_dims_v", head_dims_v)
+    causal = _sequence("causal", causal)
+    _check(dtypes, head_dims, values, causal)
+    name, device = _parse(arch)
     records, seen = [], set()
-    for dtype in dtypes:
-        for head_dim, head_dim_v in zip(head_dims, values):
-            for banded in causal:
-                band = Band(-1024, 0) if banded else None
-                problem = Problem(dtype, (1,), 1, 1, 1024, 1024, head_dim, head_dim_v, head_dim**-0.5, band)
-                for plan in plans_of(problem, device, backward):
-                    if plan in seen:
-                        continue
-                    seen.add(plan)
-                    records.append(build(plan, name))
-                    if progress is not None:
-                        progress(records[-1])
+    for dtype, (head_dim, head_dim_v), banded in itertools.product(
+        dtypes, zip(head_dims, values), causal
+    ):
+        # Without a band it is compiled in whether a sequence ends inside a block.
+        for length in (1024,) if banded else (1024, 1000):
+            problem = Problem(
+                dtype=dtype,
+                batch=(1,),
+                num_heads=1,
+                num_kv_heads=1,
+                seqlen_q=length,
+                seqlen_k=length,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                scale=head_dim**-0.5,
+                band=Band(-length, 0) if banded else None,
+            )
+            for plan in plans_of(problem, device, backward):
+                if plan in seen:
+                    continue
+                seen.add(plan)
+                records.append(build(plan, name))
+                if progress is not None:
+                    progress(records[-1])
     return records

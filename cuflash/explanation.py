@@ -17,24 +17,29 @@ class Explanation:
     blocks: int
     registers: int
     spilled_bytes: int
-    packed: tuple[str, ...]  # inputs that are copied first, since no kernel could read them in 16-byte pieces
+    packed: tuple[str, ...]  # inputs that are copied first: not readable in 16-byte pieces
     rejections: tuple[tuple[str, str], ...]
     backward_workspace: int  # bytes
 
     def __str__(self) -> str:
         values = dict(self.plan.constants)
+        reads = f"{values['kCopyBytes']} bytes at a time"
+        if not values["kCopyBytes"]:
+            reads = "single elements"
         lines = [
             f"{self.family} family on {self.device}: kernel {self.plan.kernel}",
-            f"  tile       {values['kBlockM']} queries x {values['kBlockN']} keys, {values['kStages']} stages, "
-            f"{self.plan.threads} threads, {self.plan.smem_bytes} bytes of shared memory",
-            f"  compiled   head_dim {values['kHeadDim']}, head_dim_v {values['kHeadDimV']} x {values['kSlices']}, "
-            f"{self.registers} registers, {self.spilled_bytes} bytes of local memory",
+            f"  tile       {values['kBlockM']} queries x {values['kBlockN']} keys, "
+            f"{values['kStages']} stages, {self.plan.threads} threads, {self.plan.smem_bytes} "
+            "bytes of shared memory",
+            f"  compiled   head_dim {values['kHeadDim']}, head_dim_v {values['kHeadDimV']} x "
+            f"{values['kSlices']}, {self.registers} registers, {self.spilled_bytes} bytes of local "
+            "memory",
             f"  launch     {self.blocks} thread blocks",
-            f"  reads      {values['kCopyBytes'] or 'single elements'}"
-            + (" bytes at a time" if values["kCopyBytes"] else ""),
+            f"  reads      {reads}",
             f"  workspace  forward none, backward {self.backward_workspace} bytes",
         ]
         if self.packed:
-            lines.append(f"  copied     {', '.join(self.packed)}: strides or alignment rule out 16-byte reads")
+            names = ", ".join(self.packed)
+            lines.append(f"  copied     {names}: strides or alignment rule out 16-byte reads")
         lines += [f"  not        {name}: {reason}" for name, reason in self.rejections]
         return "\n".join(lines)

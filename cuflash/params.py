@@ -1,7 +1,7 @@
 """What is passed to a kernel: one struct a kernel, defined once here for Python and for C++.
 
-A table row is (name, kind). The C++ text and the packer come from the same rows, in the same order, with C's alignment,
-so they cannot drift apart.
+A table row is (name, kind). The C++ text and the packer come from the same rows, in the same order,
+with C's alignment, so they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -38,37 +38,87 @@ _SHAPE = [
 ]
 _SECTION = [("section", "u32"), ("num_sectioned", "u32")]
 _BAND = [("band_lo", "i32"), ("band_hi", "i32")]
-# Statistics of each row of queries, (batch * head, 3, row) with stats_pitch rows: row_max, row_sum (attn/stats.cuh), delta.
+# Statistics of each row of queries, (batch * head, 3, row) with stats_pitch rows: row_max, row_sum
+# (attn/stats.cuh), delta.
 _STATS = ("stats", "out")
 
-# Pointers come first: a launch that differs from an earlier one in its arrays only packs these anew.
+# Pointers come first: a launch that differs from an earlier one in its arrays only packs these
+# anew.
 TABLES = {
     "forward": [
-        ("q", "in"), ("k", "in"), ("v", "in"), ("out", "out"), ("lse", "out"), _STATS,
-        ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
-        ("out_strides", "strides"), ("lse_strides", "strides"), *_SHAPE, *_SECTION, *_BAND,
-        ("scale_log2", "f64"), ("stats_pitch", "i64"), ("lse_threshold", "f64"),
+        ("q", "in"),
+        ("k", "in"),
+        ("v", "in"),
+        ("out", "out"),
+        ("lse", "out"),
+        _STATS,
+        ("q_strides", "strides"),
+        ("k_strides", "strides"),
+        ("v_strides", "strides"),
+        ("out_strides", "strides"),
+        ("lse_strides", "strides"),
+        *_SHAPE,
+        *_SECTION,
+        *_BAND,
+        ("scale_log2", "f64"),
+        ("stats_pitch", "i64"),
+        ("lse_threshold", "f64"),
     ],
     "backward": [
-        ("q", "in"), ("k", "in"), ("v", "in"), ("dout", "in"), ("dk", "out"), ("dv", "out"),
-        ("dq_accum", "out"), ("flags", "out"), ("ticket", "out"), _STATS,
-        ("q_strides", "strides"), ("k_strides", "strides"), ("v_strides", "strides"),
-        ("dout_strides", "strides"), ("dk_strides", "strides"), ("dv_strides", "strides"), *_SHAPE,
-        *_SECTION, *_BAND, ("scale_log2", "f64"), ("scale", "f64"), ("stats_pitch", "i64"),
-        ("accum_pitch", "i64"), ("num_m_blocks", "u32"),
+        ("q", "in"),
+        ("k", "in"),
+        ("v", "in"),
+        ("dout", "in"),
+        ("dk", "out"),
+        ("dv", "out"),
+        ("dq_accum", "out"),
+        ("flags", "out"),
+        ("ticket", "out"),
+        _STATS,
+        ("q_strides", "strides"),
+        ("k_strides", "strides"),
+        ("v_strides", "strides"),
+        ("dout_strides", "strides"),
+        ("dk_strides", "strides"),
+        ("dv_strides", "strides"),
+        *_SHAPE,
+        *_SECTION,
+        *_BAND,
+        ("scale_log2", "f64"),
+        ("scale", "f64"),
+        ("stats_pitch", "i64"),
+        ("accum_pitch", "i64"),
+        ("num_m_blocks", "u32"),
     ],
     "delta": [
-        ("out", "in"), ("dout", "in"), ("lse", "in"), ("dlse", "in"), _STATS,
-        ("out_strides", "strides"), ("dout_strides", "strides"), ("lse_strides", "strides"),
-        ("dlse_strides", "strides"), *_SHAPE, ("stats_pitch", "i64"),
+        ("out", "in"),
+        ("dout", "in"),
+        ("lse", "in"),
+        ("dlse", "in"),
+        _STATS,
+        ("out_strides", "strides"),
+        ("dout_strides", "strides"),
+        ("lse_strides", "strides"),
+        ("dlse_strides", "strides"),
+        *_SHAPE,
+        ("stats_pitch", "i64"),
     ],
     "cast": [
-        ("accum", "in"), ("dq", "out"), ("dq_strides", "strides"), *_SHAPE, ("scale", "f64"),
+        ("accum", "in"),
+        ("dq", "out"),
+        ("dq_strides", "strides"),
+        *_SHAPE,
+        ("scale", "f64"),
         ("accum_pitch", "i64"),
     ],
     "combine": [
-        ("outs", "in"), ("lses", "in"), ("out", "out"), ("lse", "out"), ("rows", "i64"),
-        ("count", "i32"), ("head_dim_v", "i32"),
+        ("outs", "in"),
+        ("lses", "in"),
+        ("out", "out"),
+        ("lse", "out"),
+        ("rows", "i64"),
+        ("count", "i32"),
+        ("head_dim_v", "i32"),
     ],
 }
 
@@ -93,11 +143,13 @@ class Layout:
     def __init__(self, table: str):
         kinds = [kind for _, kind in TABLES[table]]
         self.num_pointers = sum(kind in ("in", "out") for kind in kinds)
-        if any(kind in ("in", "out") for kind in kinds[self.num_pointers:]):
+        if any(kind in ("in", "out") for kind in kinds[self.num_pointers :]):
             raise ValueError(f"table {table}: pointers must come first")
         self._pointers = struct.Struct(f"@{self.num_pointers}P")
-        # 0q: padded at the end to the struct's own alignment, as C does. Pointers keep 8-byte alignment.
-        self._rest = struct.Struct("@" + "".join(KINDS[kind][1] for kind in kinds[self.num_pointers:]) + "0q")
+        # 0q: padded at the end to the struct's own alignment, as C does. Pointers keep 8-byte
+        # alignment.
+        rest = "".join(KINDS[kind][1] for kind in kinds[self.num_pointers :])
+        self._rest = struct.Struct(f"@{rest}0q")
         self.size = self._pointers.size + self._rest.size
         self._dtype = np.dtype(f"V{self.size}")
 

@@ -1,4 +1,6 @@
-"""What is compiled into a kernel: a frozen value whose text is the C++ ``struct Plan`` that the kernel reads."""
+"""What is compiled into a kernel: a frozen value whose text is the C++ ``struct Plan`` that the
+kernel reads.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class Plan:
     """One kernel, completely: the key of the kernel cache and the text in front of its source.
 
-    Everything that is structure stands here; every number that may change from call to call is a Params field instead.
+    Everything that is structure stands here; every number that may change from call to call is a
+    Params field instead.
     """
 
     kernel: str  # stem of the file in kernels_cu, and the name of its entry point
     params: str  # name of its table in params.py
     threads: int
     smem_bytes: int  # dynamic shared memory, the sum that the kernel asserts
-    constants: tuple[tuple[str, int | bool | str], ...]  # in the order of the text; a str is a C++ type
+    constants: tuple[
+        tuple[str, int | bool | str], ...
+    ]  # in the order of the text; a str is a C++ type
 
     def text(self) -> str:
         """The C++ definition of ``struct Plan``."""
@@ -39,11 +44,15 @@ class Plan:
 
     def __str__(self) -> str:
         values = ", ".join(f"{name}={value}" for name, value in self.constants)
-        return f"{self.kernel}({values}; {self.threads} threads, {self.smem_bytes} bytes of shared memory)"
+        return (
+            f"{self.kernel}({values}; {self.threads} threads, {self.smem_bytes} bytes of shared "
+            "memory)"
+        )
 
 
 def tile_bytes(rows: int, cols: int, item_bytes: int) -> int:
-    """Bytes of a shared-memory tile: rows of whole 128-byte lines, else padded to an odd number of 16-byte pieces.
+    """Bytes of a shared-memory tile: rows of whole 128-byte lines, else padded to an odd number of
+    16-byte pieces.
 
     The same rule as row_pitch in kernels_cu/tile/smem_tile.cuh.
     """

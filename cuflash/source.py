@@ -16,7 +16,9 @@ def folder() -> Path:
         if (candidate / "types.cuh").is_file():
             return candidate
     raise FileNotFoundError(
-        f"cuflash's CUDA sources are missing: no kernels_cu/types.cuh in {package} or beside it; reinstall cuflash")
+        f"cuflash's CUDA sources are missing: no kernels_cu/types.cuh in {package} or beside it; "
+        "reinstall cuflash"
+    )
 
 
 def _resolve(includer: str, name: str) -> str:
@@ -30,7 +32,9 @@ def _resolve(includer: str, name: str) -> str:
 
 
 def closure(name: str, read) -> dict[str, str]:
-    """``name`` and every file it includes, directly or not, as {path relative to the sources: text}."""
+    """``name`` and every file it includes, directly or not, as {path relative to the sources:
+    text}.
+    """
     files: dict[str, str] = {}
     waiting = [name]
     while waiting:
@@ -43,7 +47,9 @@ def closure(name: str, read) -> dict[str, str]:
 
 
 def flatten(name: str, files: dict[str, str], skip: tuple[str, ...] = ()) -> str:
-    """One translation unit: each include replaced by its file, once; ``#line`` keeps errors at the real place."""
+    """One translation unit: each include replaced by its file, once; ``#line`` keeps errors at the
+    real place.
+    """
     done = set(skip)
 
     def expand(path: str) -> str:
@@ -65,6 +71,9 @@ def flatten(name: str, files: dict[str, str], skip: tuple[str, ...] = ()) -> str
 
 @lru_cache(maxsize=None)
 def unit(name: str, skip: tuple[str, ...] = ()) -> str:
-    """The text of ``name`` with its includes in place, but for those in ``skip``, which stand in front of it already."""
+    """The text of ``name`` with its includes in place, but for those in ``skip``, which stand in
+    front of it already.
+    """
     root = folder()
-    return flatten(name, closure(name, lambda path: (root / path).read_text(encoding="utf-8")), skip)
+    files = closure(name, lambda path: (root / path).read_text(encoding="utf-8"))
+    return flatten(name, files, skip)

@@ -53,6 +53,10 @@ static_assert(kQueries % 16 == 0 && kColumns % 16 == 0 && kColumnsV % 16 == 0, "
 static_assert(Plan::kShare == 1 || sizeof(T) == 2, "only 16-bit operands keep k's order in shared memory");
 static_assert(Plan::kBlockM % 16 == 0, "P^T is an operand with 16 queries a step");
 
+// With a band, one body for masked steps and one for the long middle, which is then a single block for the compiler to
+// order. The wide types' bodies are too long to compile twice.
+inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
+
 // Warps that compute dQ: kDqWarpsM along the queries, kDqWarpsD along the head dimension.
 inline constexpr int kDqWarps = Plan::kDqWarpsM * Plan::kDqWarpsD;
 inline constexpr int kDqRows = Plan::kBlockM / Plan::kDqWarpsM;
@@ -427,9 +431,9 @@ bwd_portable(const __grid_constant__ Params p) {
             backward.head -= last_of_head;
         }
         const bool masked = m_block >= range.full_end || m_block < range.full_begin;
-        if constexpr (!Plan::kBand) {
-            backward.step(dk, dv, m_block, stage, Plan::kTail && masked);
-        } else if (masked) {  // two bodies, so that the one for the long middle is a single block for the compiler to order
+        if constexpr (!kTwoBodies) {
+            backward.step(dk, dv, m_block, stage, (Plan::kBand || Plan::kTail) && masked);
+        } else if (masked) {
             backward.step(dk, dv, m_block, stage, true);
         } else {
             backward.step(dk, dv, m_block, stage, false);

@@ -44,6 +44,10 @@ static_assert(kWarpRows % 16 == 0, "a warp's rows are whole tiles of 16");
 static_assert(Plan::kBlockN % 16 == 0, "P is an operand with 16 keys a step");
 static_assert(Plan::kHeadDim % 16 == 0 && Plan::kHeadDimV % 16 == 0, "fragments come in pairs");
 
+// With a band, one body for masked steps and one for the long middle, which is then a single block for the compiler to
+// order. The wide types' bodies are too long to compile twice.
+inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
+
 using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
 using KTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDim>;
 using VTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDimV>;
@@ -242,15 +246,16 @@ fwd_portable(const __grid_constant__ Params p) {
             stage = (stage + 1) % Plan::kStages;
         }
     };
-    if constexpr (Plan::kBand) {
-        // Masked, full, masked: two bodies, so that the one for the middle is a single block for the compiler to order.
+    if constexpr (kTwoBodies) {
 #pragma unroll 1
-        for (int part = 0; part < 3; ++part) {
+        for (int part = 0; part < 3; ++part) {  // masked, full, masked
             if (part == 1) run(range.full_begin, [](int) { return false; });
             else run(part == 0 ? range.full_end : range.begin, [](int) { return true; });
         }
-    } else {  // only the last block can have a tail
-        run(range.begin, [&](int block) { return Plan::kTail && block >= range.full_end; });
+    } else {
+        run(range.begin, [&](int block) {
+            return (Plan::kBand || Plan::kTail) && (block >= range.full_end || block < range.full_begin);
+        });
     }
     cp_async_wait_group<0>();
 

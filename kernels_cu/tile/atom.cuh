@@ -127,15 +127,15 @@ struct Atom32 {
     static __device__ __forceinline__ A a_from_c(const float (&c)[4]) { return {{c[0], c[2], c[1], c[3]}}; }
     static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
-        float a_high[4], a_low[4], b_high[2], b_low[2];
+        float a_high[4], a_finite[4], a_low[4], b_high[2], b_finite[2], b_low[2];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) a_high[r] = round_tf32(a.x[r]), a_low[r] = round_tf32(a.x[r] - a_high[r]);
+        for (int r = 0; r < 4; ++r) split(a.x[r], a_high[r], a_finite[r], a_low[r]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) b_high[r] = round_tf32(b.x[r]), b_low[r] = round_tf32(b.x[r] - b_high[r]);
+        for (int r = 0; r < 2; ++r) split(b.x[r], b_high[r], b_finite[r], b_low[r]);
         float part[4] = {};
         if constexpr (!kTf32) {
-            mma_m16n8k8_tf32(part, a_low, b_high);
-            mma_m16n8k8_tf32(part, a_high, b_low);
+            mma_m16n8k8_tf32(part, a_low, b_finite);
+            mma_m16n8k8_tf32(part, a_finite, b_low);
         }
         mma_m16n8k8_tf32(part, a_high, b_high);
 #pragma unroll
@@ -146,6 +146,16 @@ struct Atom32 {
             [&](int k, int below, int quad) { return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4); },
             [&](int k, int row) { return __shfl_sync(kFullWarp, b.x[k / 4], row + k % 4); });
 #endif
+    }
+
+ private:
+    // x = high + low. inf and NaN take part in the product of the high parts only: times a low part, which may be zero,
+    // an infinity would become NaN.
+    static __device__ __forceinline__ void split(float x, float& high, float& finite, float& low) {
+        high = round_tf32(x);
+        const bool is_finite = fabsf(high) <= __int_as_float(0x7f7fffff);
+        finite = is_finite ? high : 0.f;
+        low = is_finite ? round_tf32(x - high) : 0.f;
     }
 };
 
