@@ -60,7 +60,7 @@ def _parse(arch: str | None) -> tuple[str, Device]:
     return jit.architecture(*divmod(device.capability, 10)), device
 
 
-def _contiguous_access(problem: Problem) -> tuple[tuple[int, ...], int, int]:
+def contiguous_access(problem: Problem) -> tuple[tuple[int, ...], int, int]:
     """How launch.py reaches contiguous arrays: (widths of loads, of forward's stores, of
     backward's). Narrow inputs are packed where there are many scores, so that both widths occur.
     """
@@ -79,7 +79,7 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
     both orders and for all three gradients.
     """
     family, _ = choose(problem, device)
-    loads, store, store_backward = _contiguous_access(problem)
+    loads, store, store_backward = contiguous_access(problem)
     plans = [family.forward_plan(problem, device, Access(load, store)) for load in loads]
     if not backward:
         return plans

@@ -28,6 +28,8 @@ from .plan import Plan
 SCHEMA = 1
 OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
+PTX_END = b"\n// end\n"  # text has no size of its own that a file could be checked against
+
 
 class CompileError(RuntimeError):
     """A kernel did not compile; the text has the plan, the compiler's first errors and where the
@@ -134,7 +136,7 @@ def compile_text(text: str, name: str, arch: str) -> tuple[bytes, str]:
         log = nvrtc.getProgramLog(program)
         if arch.startswith("compute_"):
             ptx = nvrtc.getPTX(program)  # str or bytes: CuPy changed its mind
-            return ptx if isinstance(ptx, bytes) else ptx.encode(), log
+            return (ptx if isinstance(ptx, bytes) else ptx.encode()) + PTX_END, log
         # CuPy drops the last byte, as if a cubin were text that ends in a zero: an ELF file lacks
         # it.
         return nvrtc.getCUBIN(program) + b"\0", log
@@ -151,7 +153,7 @@ def _intact(path: Path) -> bool:
     except OSError:
         return False
     if path.suffix == ".ptx":
-        return data.rstrip(b"\0\n").endswith(b"}")
+        return data.endswith(PTX_END)
     if len(data) < 64 or data[:4] != b"\x7fELF":
         return False
     # ELF-64 keeps the places, entry sizes and counts of its program and section headers in its own

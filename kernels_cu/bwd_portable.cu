@@ -1,39 +1,44 @@
 // Attention backward for every GPU from sm_75 on, with mma.sync.
 //
-//     p = exp(s - lse)     dp = dout v^T     ds = p (dp - delta)     delta = rowsum(dout * out) - dlse
-//     dv = p^T dout        dk = scale * ds^T q                       dq = scale * ds k
+//     p = exp(s - lse)    dp = dout v^T          ds = p (dp - delta)
+//     dv = p^T dout       dk = scale * ds^T q    dq = scale * ds k
 //
-// One block owns kBlockN keys of one key/value head and walks over the query heads of its group and their blocks of
-// kBlockM queries. Everything is computed transposed: a warp owns kBlockN / kWarps key rows of S^T = K Q^T and of
-// dP^T = V dO^T, so P^T and dS^T are accumulators that become left operands of dV and dK without leaving registers,
-// and dK, dV stay in registers for the whole walk (summed over the group in float32, in a fixed order). Only dS^T goes
-// through shared memory, for dQ, whose sum runs over all warps' keys.
+// One block owns kBlockN keys of one key/value head and walks over the query heads of its group and
+// their blocks of kBlockM queries. Everything is computed transposed: a warp owns key rows of S^T =
+// K Q^T and of dP^T = V dO^T, so P^T and dS^T are accumulators that become left operands of dV and
+// dK without leaving registers. dK and dV stay in registers for the whole walk, summed over the
+// group in float32 and in a fixed order. Only dS^T goes through shared memory, for dQ, whose sum
+// runs over all warps' keys.
 //
-//     barrier (all threads)     what it orders
-//     start of a step           block m's copies are complete; nobody reads block m + 1's buffers or dS^T any more
-//     after dS^T is written     dS^T is complete
+//     barrier (all threads)    what it orders
+//     start of a step          block m's copies are complete, and nobody reads block m + 1's
+//                              buffers or dS^T any more
+//     after dS^T is written    dS^T (and P^T where warps share keys) is complete
+//     masked steps only        all have read q and dout before their inf and NaN become zero
 //
-// With kShare = 2, two warps share their keys: each takes half of the queries in S^T and dP^T, then half of the columns
-// in dK and dV, with P^T and dS^T from shared memory. Warps then hold twice the rows and read a fifth less.
+// With kShare = 2, two warps share their keys: each takes half of the queries in S^T and dP^T, then
+// half of the columns in dK and dV, with P^T and dS^T from shared memory. Warps then hold twice the
+// rows and read a fifth less: faster at head_dim 128 (296 against 269 TFLOP/s at seqlen 4096),
+// slower at 64 (247 against 281). Tried and dropped: one warp of a pair for S and dV, the other for
+// dP and dK (275, and P rounded before dS); operands read ahead by hand (no change); padded rows
+// (LDGSTS writes each line twice).
 //
-// dQ sums over key blocks, which are different thread blocks: each adds its part to dq_accum in L2 (float32, laid out
-// as accumulator fragments, so that a warp adds 512 contiguous bytes at a time). With kDeterministic they take turns:
-// a flag for each (head, block of queries, warp) counts the key blocks that have added. The last key block adds first:
-// with a causal band it is the one whose first queries these are, so all start at once and nobody waits. Blocks take
-// their work from a counter in that order, so whoever is waited for has started earlier: no scheduling can deadlock.
-// The flag is read before the product that it guards and raised in the middle of the next step, when the additions
-// have long arrived, so that neither the read nor the fence is waited for.
+// dQ sums over key blocks, which are different thread blocks: each adds its part to dq_accum in L2
+// (float32, laid out as accumulator fragments, so that a warp adds 512 contiguous bytes at a time).
+// With kDeterministic they take turns (attn/turn.cuh), the last key block first: with a causal band
+// it is the one whose first queries these are, so all start at once and nobody waits.
 //
 // Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
-// dout [kBlockM][kHeadDimV], row_max, row_sum, delta [kBlockM]) | ds^T [kBlockN][kBlockM] | the addresses of q and
-// dout; at the end dk and dv are staged over k and v.
+// dout [kBlockM][kHeadDimV], row_max, row_sum, delta [kBlockM]) | ds^T, p^T [kBlockN][kBlockM] |
+// the addresses of q and dout; at the end dk and dv are staged over k and v.
 //
-// With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and kSliceDimV of dv, where
-// all of them would not fit the registers.
+// With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and
+// kSliceDimV of dv, where all of them would not fit the registers.
 #include "attn/band.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
 #include "attn/stats.cuh"
+#include "attn/turn.cuh"
 #include "attn/work.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
@@ -49,19 +54,24 @@ inline constexpr int kQueries = Plan::kBlockM / Plan::kShare;    // of a warp, i
 inline constexpr int kColumns = Plan::kSliceDim / Plan::kShare;  // of a warp, in dK
 inline constexpr int kColumnsV = Plan::kSliceDimV / Plan::kShare;
 static_assert(kWarpRows % 16 == 0, "a warp's keys are whole tiles of 16");
-static_assert(kQueries % 16 == 0 && kColumns % 16 == 0 && kColumnsV % 16 == 0, "fragments come in pairs");
-static_assert(Plan::kShare == 1 || sizeof(T) == 2, "only 16-bit operands keep k's order in shared memory");
+static_assert(kQueries % 16 == 0 && kColumns % 16 == 0 && kColumnsV % 16 == 0,
+              "fragments come in pairs");
+static_assert(Plan::kShare == 1 || sizeof(T) == 2,
+              "only 16-bit operands keep k's order in shared memory");
 static_assert(Plan::kBlockM % 16 == 0, "P^T is an operand with 16 queries a step");
 
-// With a band, one body for masked steps and one for the long middle, which is then a single block for the compiler to
-// order. The wide types' bodies are too long to compile twice.
+// With a band, one body for masked steps and one for the long middle, which is then a single block
+// for the compiler to order. The wide types' bodies are too long to compile twice.
 inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
+
+inline constexpr bool kOrdered = Plan::kDeterministic && Plan::kNeedDq;
 
 // Warps that compute dQ: kDqWarpsM along the queries, kDqWarpsD along the head dimension.
 inline constexpr int kDqWarps = Plan::kDqWarpsM * Plan::kDqWarpsD;
 inline constexpr int kDqRows = Plan::kBlockM / Plan::kDqWarpsM;
 inline constexpr int kDqCols = Plan::kSliceDim / Plan::kDqWarpsD;
-static_assert(kDqWarps <= Plan::kWarps && kDqRows % 16 == 0 && kDqCols % 16 == 0, "dq divides into whole fragments");
+static_assert(kDqWarps <= Plan::kWarps && kDqRows % 16 == 0 && kDqCols % 16 == 0,
+              "dq divides into whole fragments");
 
 using KTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDim>;
 using VTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDimV>;
@@ -72,9 +82,12 @@ using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_sum (attn/
 inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
 inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
-inline constexpr int kWeightsBegin = kDsBegin + (Plan::kNeedDq || Plan::kShare > 1 ? DsTile::kBytes : 0);
-inline constexpr int kPointersBegin = kWeightsBegin + (Plan::kShare > 1 ? DsTile::kBytes : 0);
-static_assert(kPointersBegin + 2 * SharedPointer::kBytes == Plan::kSmemBytes, "plan.py's sum is this one");
+inline constexpr int kWeightsBegin =
+    kDsBegin + (Plan::kNeedDq || Plan::kShare > 1 ? DsTile::kBytes : 0);
+inline constexpr int kSharedValues = 3;  // addresses of q and dout, the range of queries
+inline constexpr int kValuesBegin = kWeightsBegin + (Plan::kShare > 1 ? DsTile::kBytes : 0);
+inline constexpr int kTurnsBegin = kValuesBegin + kSharedValues * 16;
+static_assert(kTurnsBegin + Plan::kWarps * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
 
 using Scores = Fragment<Accum, kRowTiles, kQueries / 8>;
 using KeyGrad = Fragment<Accum, kRowTiles, kColumns / 8>;
@@ -87,38 +100,64 @@ struct Backward {
     const BlockWork work;  // head counts key/value heads
     const u32 smem;
     const int first_key, warp_row;
-    const int share;  // which part of the queries, then of the columns, this warp takes for its keys
+    const int
+        share;  // which part of the queries, then of the columns, this warp takes for its keys
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
     bool k_dirty = false;  // k holds inf or NaN
-    bool q_dirty = false, dout_dirty = false;  // so did one of theirs that was masked; they were replaced by zero
-    u32 head;              // the query head of the current step
-    u32* raise_flag = nullptr;  // of the last additions, which are not announced yet
-    u32 raise_value = 0;
+    bool q_dirty = false,
+         dout_dirty = false;  // so did one of theirs that was masked; they were replaced by zero
+    u32 head;                 // the query head of the current step
+    const Turn<kOrdered> turn;
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
-        : p(params), work(w), smem(smem_base), first_key(w.block * Plan::kBlockN),
+        : p(params),
+          work(w),
+          smem(smem_base),
+          first_key(w.block * Plan::kBlockN),
           warp_row(int(threadIdx.x) / kWarpSize / Plan::kShare * kWarpRows),
           share(int(threadIdx.x) / kWarpSize % Plan::kShare),
-          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)),
-          head(w.head * p.group) {
+          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
+          scale_log2(Accum(p.scale_log2)),
+          head(w.head * p.group),
+          turn{{smem_base + kTurnsBegin + threadIdx.x / kWarpSize * 16}} {
+        turn.init();
         if (threadIdx.x == 0) {
             q_start().set(head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, 0));
-            dout_start().set(head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, work.batch, 0));
+            dout_start().set(
+                head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, work.batch, 0));
+            const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
+            BlockRange queries = band_range<Plan::kBand>(first_key, last_key, -p.band_hi,
+                                                         -p.band_lo, Plan::kBlockM, p.seqlen_q);
+            // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step
+            // of the last block is masked.
+            if (first_key + Plan::kBlockN > p.seqlen_k)
+                queries.full_begin = queries.full_end = queries.end;
+            range().set(queries);
         }
         __syncthreads();
     }
 
     // Of the batch entry's first head.
-    __device__ __forceinline__ SharedPointer q_start() const { return {smem + kPointersBegin}; }
-    __device__ __forceinline__ SharedPointer dout_start() const {
-        return {smem + kPointersBegin + SharedPointer::kBytes};
+    __device__ __forceinline__ SharedValue<const T*> q_start() const {
+        return {smem + kValuesBegin};
+    }
+    __device__ __forceinline__ SharedValue<const T*> dout_start() const {
+        return {smem + kValuesBegin + 16};
+    }
+    // The blocks of queries that see these keys.
+    __device__ __forceinline__ SharedValue<BlockRange> range() const {
+        return {smem + kValuesBegin + 32};
     }
 
     __device__ __forceinline__ KTile k_tile() const { return {smem}; }
     __device__ __forceinline__ VTile v_tile() const { return {smem + KTile::kBytes}; }
-    __device__ __forceinline__ QTile q_tile(int stage) const { return {smem + kRingBegin + stage * kStageBytes}; }
-    __device__ __forceinline__ DoutTile dout_tile(int stage) const { return {q_tile(stage).base + QTile::kBytes}; }
+    __device__ __forceinline__ QTile q_tile(int stage) const {
+        return {smem + kRingBegin + stage * kStageBytes};
+    }
+    __device__ __forceinline__ DoutTile dout_tile(int stage) const {
+        return {q_tile(stage).base + QTile::kBytes};
+    }
     __device__ __forceinline__ StatsTile stats_tile(int stage) const {
         return {dout_tile(stage).base + DoutTile::kBytes};
     }
@@ -126,18 +165,19 @@ struct Backward {
     __device__ __forceinline__ DsTile weights_tile() const { return {smem + kWeightsBegin}; }
 
     __device__ __forceinline__ Rows<const T> k_rows() const {
-        return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head), p.k_strides, p.seqlen_k,
-                p.head_dim};
+        return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
+                p.k_strides, p.seqlen_k, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> v_rows() const {
-        return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, work.batch, work.head), p.v_strides, p.seqlen_k,
-                p.head_dim_v};
+        return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, work.batch, work.head),
+                p.v_strides, p.seqlen_k, p.head_dim_v};
     }
     __device__ __forceinline__ Rows<const T> q_rows() const {
-        return {q_start().get<const T>() + i64(head) * p.q_strides.head, p.q_strides, p.seqlen_q, p.head_dim};
+        return {q_start().get() + i64(head) * p.q_strides.head, p.q_strides, p.seqlen_q,
+                p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> dout_rows() const {
-        return {dout_start().get<const T>() + i64(head) * p.dout_strides.head, p.dout_strides, p.seqlen_q,
+        return {dout_start().get() + i64(head) * p.dout_strides.head, p.dout_strides, p.seqlen_q,
                 p.head_dim_v};
     }
 
@@ -149,19 +189,23 @@ struct Backward {
     }
     __device__ __forceinline__ void load_q(int m_block, int stage) const {
         load_tile<Plan::kCopyBytes, kThreads>(q_tile(stage), q_rows(), m_block * Plan::kBlockM);
-        load_tile<Plan::kCopyBytes, kThreads>(dout_tile(stage), dout_rows(), m_block * Plan::kBlockM);
+        load_tile<Plan::kCopyBytes, kThreads>(dout_tile(stage), dout_rows(),
+                                              m_block * Plan::kBlockM);
         // The workspaces are padded to whole blocks, so nothing here needs a bound.
         constexpr int kPieces = Plan::kBlockM * int(sizeof(Accum)) / 16;
         const Accum* first = static_cast<const Accum*>(p.stats) + row_base() * 3 * p.stats_pitch +
                              i64(m_block) * Plan::kBlockM;
         for (int i = threadIdx.x; i < 3 * kPieces; i += kThreads) {
             const int which = i / kPieces, col = i % kPieces * (16 / int(sizeof(Accum)));
-            cp_async<16>(stats_tile(stage).address(which, col), first + which * p.stats_pitch + col);
+            cp_async<16>(stats_tile(stage).address(which, col),
+                         first + which * p.stats_pitch + col);
         }
     }
 
-    // f(x of c, value of row i) with the statistic `which` of each query, which runs along the columns of S^T.
-    template <class F> __device__ __forceinline__ void with_stats(Scores& c, int stage, int which, F f) const {
+    // f(x of c, value of row i) with the statistic `which` of each query, which runs along the
+    // columns of S^T.
+    template <class F>
+    __device__ __forceinline__ void with_stats(Scores& c, int stage, int which, F f) const {
         const StatsTile stats = stats_tile(stage);
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n) {
@@ -174,21 +218,27 @@ struct Backward {
         }
     }
     template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
-        c.for_each(opaque(first_key + warp_row), m_block * Plan::kBlockM + share * kQueries, [&](Accum& x, int j, int i) { f(x, i, j); });
+        c.for_each(opaque(first_key + warp_row), m_block * Plan::kBlockM + share * kQueries,
+                   [&](Accum& x, int j, int i) { f(x, i, j); });
     }
 
     // P^T of one block.
-    __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage, bool masked) const {
+    __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage,
+                                                    bool masked) const {
         const KTile k = k_tile();
         const QTile q = q_tile(stage);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s, [&](int m, int step) { return Atom::load_a(k, warp_row + 16 * m, step * Atom::kK); },
-            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, share * kQueries + 16 * n, step * Atom::kK); });
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b(b, q, share * kQueries + 16 * n, step * Atom::kK);
+            });
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
         with_stats(s, stage, 1, [&](Accum& x, Accum sum) { x = weight<T>(x * scale_log2, sum); });
-        if (masked) for_each(s, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        if (masked)
+            for_each(s, m_block,
+                     [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
     // dP^T of one block.
@@ -197,11 +247,15 @@ struct Backward {
         const DoutTile dout = dout_tile(stage);
         dp.fill(0);
         gemm<Atom, Plan::kHeadDimV / Atom::kK, kSmemUnroll<T>>(
-            dp, [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
-            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, dout, share * kQueries + 16 * n, step * Atom::kK); });
+            dp,
+            [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b(b, dout, share * kQueries + 16 * n, step * Atom::kK);
+            });
     }
     // dP^T to dS^T.
-    __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, int m_block, int stage, bool masked) const {
+    __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, int m_block, int stage,
+                                          bool masked) const {
         with_stats(ds, stage, 2, [&](Accum& x, Accum delta) { x -= delta; });
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
@@ -210,13 +264,15 @@ struct Backward {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) ds.x[m][n][r] *= weights.x[m][n][r];
         if (masked)
-            for_each(ds, m_block, [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+            for_each(ds, m_block,
+                     [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
-    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]). The left operand is this warp's own
-    // fragment, or where warps share keys, their common tile.
+    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]). The left operand
+    // is this warp's own fragment, or where warps share keys, their common tile.
     template <class C, class Tile>
-    __device__ __forceinline__ void accumulate(C& c, const Scores& own, DsTile common, Tile tile, int first_col) const {
+    __device__ __forceinline__ void accumulate(C& c, const Scores& own, DsTile common, Tile tile,
+                                               int first_col) const {
         const auto load_b = [&](Atom::B(&b)[2], int n, int step) {
             Atom::load_b_trans(b, tile, first_col + 16 * n, step * Atom::kK);
         };
@@ -226,41 +282,45 @@ struct Backward {
                 c, [&](int m, int step) { return operand.a[m][step]; }, load_b);
         } else {
             gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
-                c, [&](int m, int step) { return Atom::load_a(common, warp_row + 16 * m, step * Atom::kK); }, load_b);
+                c,
+                [&](int m, int step) {
+                    return Atom::load_a(common, warp_row + 16 * m, step * Atom::kK);
+                },
+                load_b);
         }
     }
-    __device__ __forceinline__ int column() const { return work.slice * Plan::kSliceDim + share * kColumns; }
-    __device__ __forceinline__ int column_v() const { return work.slice * Plan::kSliceDimV + share * kColumnsV; }
+    __device__ __forceinline__ int column() const {
+        return work.slice * Plan::kSliceDim + share * kColumns;
+    }
+    __device__ __forceinline__ int column_v() const {
+        return work.slice * Plan::kSliceDimV + share * kColumnsV;
+    }
 
     __device__ __forceinline__ void accumulate_dq(int m_block) {
         const int warp = int(threadIdx.x) / kWarpSize;
         if (kDqWarps < Plan::kWarps && warp >= kDqWarps) return;
         const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
         const int slice_col = work.slice * Plan::kSliceDim + col;
-        u32 turn = 0, seen = 0;
-        u32* flag = nullptr;
-        if constexpr (Plan::kDeterministic) {
-            const int first = m_block * Plan::kBlockM;
-            const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
-            turn = u32(band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k).end - 1 -
-                       work.block);
-            flag = static_cast<u32*>(p.flags) +
-                   ((row_base() * Plan::kSlices + work.slice) * p.num_m_blocks + m_block) * kDqWarps + warp;
-            seen = lane_id() == 0 ? load_relaxed(flag) : turn;
-        }
+        const int first = m_block * Plan::kBlockM;
+        const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
+        const int end =
+            band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k)
+                .end;
+        const i64 sums = (row_base() * Plan::kSlices + work.slice) * p.num_m_blocks + m_block;
+        const u32 seen = turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
+                                   u32(end - 1 - work.block));
         const DsTile ds = ds_tile();
         const KTile k = k_tile();
         QueryGrad dq;
         dq.fill(0);
         gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
-            dq, [&](int m, int step) { return Atom::load_a_trans(ds, row + 16 * m, step * Atom::kK); },
-            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b_trans(b, k, slice_col + 16 * n, step * Atom::kK); });
-        if constexpr (Plan::kDeterministic) {
-            while (seen != turn) seen = load_relaxed(flag);
-            __syncwarp();
-        }
+            dq,
+            [&](int m, int step) { return Atom::load_a_trans(ds, row + 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b_trans(b, k, slice_col + 16 * n, step * Atom::kK);
+            });
+        turn.wait(seen);
         add_dq(dq, m_block, row, slice_col);
-        if constexpr (Plan::kDeterministic) raise_flag = flag, raise_value = turn + 1;
     }
 
     __device__ __forceinline__ void add_dq(QueryGrad& dq, int m_block, int row, int col) const {
@@ -270,20 +330,15 @@ struct Backward {
         for (int m = 0; m < QueryGrad::kRowTiles; ++m)
 #pragma unroll
             for (int n = 0; n < QueryGrad::kColTiles; ++n)
-                add_fragment<Plan::kAccumVector>(accum + ((tile_row + m) * Plan::kAccumTiles + col / 8 + n) * 128,
-                                                 dq.x[m][n]);
+                add_fragment<Plan::kAccumVector>(
+                    accum + ((tile_row + m) * Plan::kAccumTiles + col / 8 + n) * 128, dq.x[m][n]);
     }
 
-    // Tells the next key block in line that this warp's last additions are done.
-    __device__ __forceinline__ void announce() {
-        if constexpr (Plan::kDeterministic && Plan::kNeedDq) {
-            if (raise_flag == nullptr) return;
-            __syncwarp();
-            if (lane_id() == 0) store_release(raise_flag, raise_value);
-            raise_flag = nullptr;
-        }
+    __device__ __forceinline__ Rows<T> grad_rows(void* array, const Strides& strides,
+                                                 i32 dim) const {
+        T* start = head_start<T>(array, strides, p.batch_sizes, work.batch, work.head);
+        return {start, strides, p.seqlen_k, dim};
     }
-
     // dk, dv of this block, staged in shared memory so that rows leave in 16-byte pieces.
     __device__ __forceinline__ void store(KeyGrad& dk, ValueGrad& dv) const {
         __syncthreads();  // other warps may still read k
@@ -294,22 +349,24 @@ struct Backward {
         store_fragment(dk_tile, dk, warp_row, share * kColumns);
         store_fragment(dv_tile, dv, warp_row, share * kColumnsV);
         __syncthreads();
-        const Rows<T> dk_rows(head_start<T>(p.dk, p.dk_strides, p.batch_sizes, work.batch, work.head), p.dk_strides,
-                              p.seqlen_k, p.head_dim);
-        const Rows<T> dv_rows(head_start<T>(p.dv, p.dv_strides, p.batch_sizes, work.batch, work.head), p.dv_strides,
-                              p.seqlen_k, p.head_dim_v);
-        store_tile<Plan::kStoreBytes, kThreads>(dk_tile, dk_rows.from_column(work.slice * Plan::kSliceDim), first_key,
-                                                threadIdx.x);
-        store_tile<Plan::kStoreBytes, kThreads>(dv_tile, dv_rows.from_column(work.slice * Plan::kSliceDimV), first_key,
-                                                threadIdx.x);
+        store_tile<Plan::kStoreBytes, kThreads>(
+            dk_tile,
+            grad_rows(p.dk, p.dk_strides, p.head_dim).from_column(work.slice * Plan::kSliceDim),
+            first_key, threadIdx.x);
+        store_tile<Plan::kStoreBytes, kThreads>(
+            dv_tile,
+            grad_rows(p.dv, p.dv_strides, p.head_dim_v).from_column(work.slice * Plan::kSliceDimV),
+            first_key, threadIdx.x);
     }
 
-    __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage, bool masked) {
+    __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage,
+                                         bool masked) {
         Scores weights, ds;
         compute_weights(weights, m_block, stage, masked);
-        announce();
+        turn.announce();
         multiply_dout(ds, stage);
-        // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's gradients.
+        // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's
+        // gradients.
         if constexpr (Plan::kBand && Plan::kNeedDkv)
             if (masked) {
                 __syncthreads();  // all have read q and dout as they are
@@ -318,7 +375,8 @@ struct Backward {
             }
         if constexpr (Plan::kShare == 1) {
             // dV stands between dP and dS, so that the tensor cores work while dS is formed.
-            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
+            if constexpr (Plan::kNeedDkv)
+                accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
             to_ds(ds, weights, m_block, stage, masked);
             if constexpr (Plan::kNeedDq) store_fragment(ds_tile(), ds, warp_row);
             if constexpr (Plan::kNeedDq) __syncthreads();
@@ -327,7 +385,8 @@ struct Backward {
             to_ds(ds, weights, m_block, stage, masked);
             store_fragment(ds_tile(), ds, warp_row, share * kQueries);
             __syncthreads();
-            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
+            if constexpr (Plan::kNeedDkv)
+                accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
         }
         if constexpr (Plan::kNeedDkv) accumulate(dk, ds, ds_tile(), q_tile(stage), column());
         if constexpr (Plan::kNeedDq) {
@@ -341,7 +400,8 @@ struct Backward {
         }
     }
 
-    // What the zeros in place of inf and NaN have kept out of dk and dv, for the queries that see a key...
+    // What the zeros in place of inf and NaN have kept out of dk and dv, for the queries that see a
+    // key...
     __device__ __forceinline__ void restore_dkv(KeyGrad& dk, ValueGrad& dv, int first, int last) {
         const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
         for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
@@ -364,56 +424,41 @@ struct Backward {
                     if (!is_nonfinite(raw)) continue;
                     for (int i = first + int(threadIdx.x); i < last; i += kThreads)
                         if (visible(i, j))
-                            red_add(accum + fragment_index<Plan::kAccumVector, Plan::kAccumTiles>(i, d),
-                                    Accum(to_float(raw)) * 0);
+                            red_add(
+                                accum + fragment_index<Plan::kAccumVector, Plan::kAccumTiles>(i, d),
+                                Accum(to_float(raw)) * 0);
                 }
         }
     }
 };
 
-// The place of this block in the order of work: a counter where blocks wait for each other.
-__device__ __forceinline__ u32 take_ticket(const Params& p, u32 smem) {
-    if constexpr (!(Plan::kDeterministic && Plan::kNeedDq)) return blockIdx.x;
-    if (threadIdx.x == 0)
-        asm volatile("st.shared.u32 [%0], %1;" :: "r"(smem), "r"(atomicAdd(static_cast<u32*>(p.ticket), 1u)) : "memory");
-    __syncthreads();
-    u32 index;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(index) : "r"(smem) : "memory");
-    __syncthreads();
-    return index;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
-bwd_portable(const __grid_constant__ Params p) {
+    bwd_portable(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char smem[];
     const u32 base = smem_address(smem);
-    BlockWork work(take_ticket(p, base), p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned);
+    const u32 ticket = take_ticket<kOrdered>(p.ticket, base);
+    BlockWork work(ticket, p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned);
     if constexpr (Plan::kDeterministic) work.block = int(p.num_blocks) - 1 - work.block;
     Backward backward(p, work, base);
-
-    const int last_key = min_of(backward.first_key + Plan::kBlockN, p.seqlen_k) - 1;
-    BlockRange range = band_range<Plan::kBand>(backward.first_key, last_key, -p.band_hi, -p.band_lo, Plan::kBlockM,
-                                               p.seqlen_q);
-    // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step of the last block is masked.
-    if (backward.first_key + Plan::kBlockN > p.seqlen_k) range.full_begin = range.full_end = range.end;
-    const int count = range.end - range.begin;
-    const int total = count * int(p.group);
 
     KeyGrad dk;
     ValueGrad dv;
     dk.fill(0);
     dv.fill(0);
     backward.load_kv();
-    if (Plan::kStages > 1 && total > 0) backward.load_q(range.begin, 0);
+    int m_block = backward.range().get().begin, stage = 0;
+    bool more = m_block < backward.range().get().end;
+    if (Plan::kStages > 1 && more) backward.load_q(m_block, 0);
     cp_async_commit_group();
     if constexpr (Plan::kBand) {
         cp_async_wait_group<0>();
         __syncthreads();
         backward.k_dirty = find_nonfinite<false, kThreads>(backward.k_tile());
     }
-    int stage = 0, m_block = range.begin;
-    for (int done = 0; done < total; ++done) {
+    while (more) {
+        const BlockRange range = backward.range().get();
         const bool last_of_head = m_block + 1 == range.end;
+        more = !last_of_head || backward.head + 1 < (work.head + 1) * p.group;
         if constexpr (Plan::kStages == 1) {
             __syncthreads();
             backward.load_q(m_block, 0);
@@ -423,12 +468,12 @@ bwd_portable(const __grid_constant__ Params p) {
         } else {
             cp_async_wait_group<0>();
             __syncthreads();
-        }
-        if (Plan::kStages > 1 && done + 1 < total) {
-            backward.head += last_of_head;
-            backward.load_q(last_of_head ? range.begin : m_block + 1, stage ^ 1);
-            cp_async_commit_group();
-            backward.head -= last_of_head;
+            if (more) {
+                backward.head += last_of_head;
+                backward.load_q(last_of_head ? range.begin : m_block + 1, stage ^ 1);
+                cp_async_commit_group();
+                backward.head -= last_of_head;
+            }
         }
         const bool masked = m_block >= range.full_end || m_block < range.full_begin;
         if constexpr (!kTwoBodies) {
@@ -439,15 +484,18 @@ bwd_portable(const __grid_constant__ Params p) {
             backward.step(dk, dv, m_block, stage, false);
         }
         backward.head += last_of_head;
-        m_block = last_of_head ? range.begin : m_block + 1;
+        m_block = last_of_head ? backward.range().get().begin : m_block + 1;
         if (Plan::kStages > 1) stage ^= 1;
     }
     cp_async_wait_group<0>();
-    backward.announce();
+    backward.turn.announce();
     if constexpr (Plan::kBand) {
-        const int first = range.begin * Plan::kBlockM, last = min_of(range.end * Plan::kBlockM, p.seqlen_q);
+        const BlockRange range = backward.range().get();
+        const int first = range.begin * Plan::kBlockM;
+        const int last = min_of(range.end * Plan::kBlockM, p.seqlen_q);
         if (Plan::kNeedDq && backward.k_dirty) backward.restore_dq(first, last);
-        if (Plan::kNeedDkv && (backward.q_dirty || backward.dout_dirty)) backward.restore_dkv(dk, dv, first, last);
+        if (Plan::kNeedDkv && (backward.q_dirty || backward.dout_dirty))
+            backward.restore_dkv(dk, dv, first, last);
     }
     if constexpr (Plan::kNeedDkv) backward.store(dk, dv);
 }

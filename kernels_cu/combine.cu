@@ -1,14 +1,17 @@
-// Merges attention over parts of the keys: out = sum of w_s out_s with w_s = exp(lse_s - lse), lse = log(sum exp(lse_s)).
+// Merges attention over parts of the keys: out = sum of w_s out_s with w_s = exp(lse_s - lse), lse
+// = log(sum exp(lse_s)).
 //
-// outs is [count][rows][head_dim_v] and lses [count][rows], both contiguous. A part without a visible key has
-// lse_s = -inf and no weight; a row without one in any part gets out 0 and lse -inf. One warp computes a row at a time.
+// outs is [count][rows][head_dim_v] and lses [count][rows], both contiguous. A part without a
+// visible key has lse_s = -inf and no weight; a row without one in any part gets out 0 and lse
+// -inf. One warp computes a row at a time.
 #include "ptx/cvt.cuh"
 #include "ptx/misc.cuh"
 
 using T = Plan::Element;
 using Accum = AccumOf<T>;
 
-extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize) combine(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize)
+    combine(const __grid_constant__ Params p) {
     const T* outs = static_cast<const T*>(p.outs);
     const Accum* lses = static_cast<const Accum*>(p.lses);
     const int lane = threadIdx.x % kWarpSize;
@@ -27,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize) combine(co
             for (int s = 0; s < p.count; ++s) {
                 const Accum lse = lses[s * p.rows + row];
                 if (lse == -infinity<Accum>()) continue;  // whatever that part's out holds
-                x += exp_of(lse - base) * inverse * Accum(to_float(outs[(s * p.rows + row) * p.head_dim_v + col]));
+                x += exp_of(lse - base) * inverse *
+                     Accum(to_float(outs[(s * p.rows + row) * p.head_dim_v + col]));
             }
             static_cast<T*>(p.out)[row * p.head_dim_v + col] = from_float<T>(x);
         }

@@ -1,28 +1,31 @@
 // Attention forward for every GPU from sm_75 on, with mma.sync.
 //
-//     s = scale * q k^T        m, l = running row maximum and sum of p = exp(s - m)        out = (sum of p v) / l
+//     s = scale * q k^T    m, l = running row maximum and sum of p = exp(s - m)    out = p v / l
 //
-// One block computes kBlockM rows of one head; each warp owns kBlockM / kWarps of them for the whole loop, so that the
-// softmax and both products need no exchange between warps. Blocks of kBlockN keys arrive in a ring of kStages buffers:
+// One block computes kBlockM rows of one head; each warp owns kBlockM / kWarps of them for the
+// whole loop, so that the softmax and both products need no exchange between warps. Blocks of
+// kBlockN keys arrive in a ring of kStages buffers:
 //
-//     who                 waits for                           then
-//     every thread        its own cp.async of block n         __syncthreads: block n is complete, and nobody reads
-//                                                             the buffer of block n + 1 any more
-//     every thread        -                                   starts the copy of block n - (kStages - 1) into it
-//     every warp          -                                   S = Q K^T, softmax, O += P V for its own rows
+//     who             waits for                      then
+//     every thread    its own cp.async of block n    __syncthreads: block n is complete, and nobody
+//                                                    reads the buffer of block n + 1 any more
+//     every thread    -                              starts copying block n - (kStages - 1) into it
+//     every warp      -                              S = Q K^T, softmax, O += P V for its own rows
 //
-// so there is one barrier a step (two with one stage, where loading and computing alternate). P never leaves registers:
-// an accumulator fragment is an operand (tile/atom.cuh).
+// so there is one barrier a step (two with one stage, where loading and computing alternate). P
+// never leaves registers: an accumulator fragment is an operand (tile/atom.cuh).
 //
-// Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]); at the end the same
-// bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte pieces | the addresses of k and v.
+// Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]);
+// at the end the same bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte
+// pieces | the addresses of k and v.
 //
-// Schedule: keys run from the last visible block to the first, so that the masked ends of the range and the long full
-// middle are one loop. With a band, blocks of queries run from the last to the first, the longest first, over sections of
-// heads whose keys fit in L2 together (attn/work.cuh).
+// Schedule: keys run from the last visible block to the first, so that the masked ends of the range
+// and the long full middle are one loop. With a band, blocks of queries run from the last to the
+// first, the longest first, over sections of heads whose keys fit in L2 together (attn/work.cuh).
 //
-// With kStats the kernel writes, in place of out, the row's maximum and sum (attn/stats.cuh) for the rows whose lse is so
-// large that float rounding of it would spoil exp(s - lse) in backward; blocks without such a row end at once.
+// With kStats the kernel writes, in place of out, the row's maximum and sum (attn/stats.cuh) for
+// the rows whose lse is so large that float rounding of it would spoil exp(s - lse) in backward;
+// blocks without such a row end at once.
 #include "attn/band.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
@@ -44,8 +47,8 @@ static_assert(kWarpRows % 16 == 0, "a warp's rows are whole tiles of 16");
 static_assert(Plan::kBlockN % 16 == 0, "P is an operand with 16 keys a step");
 static_assert(Plan::kHeadDim % 16 == 0 && Plan::kHeadDimV % 16 == 0, "fragments come in pairs");
 
-// With a band, one body for masked steps and one for the long middle, which is then a single block for the compiler to
-// order. The wide types' bodies are too long to compile twice.
+// With a band, one body for masked steps and one for the long middle, which is then a single block
+// for the compiler to order. The wide types' bodies are too long to compile twice.
 inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
 
 using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
@@ -56,7 +59,8 @@ inline constexpr int kStageBytes = KTile::kBytes + (Plan::kStats ? 0 : VTile::kB
 inline constexpr int kInputBytes = QTile::kBytes + Plan::kStages * kStageBytes;
 inline constexpr int kOutputBytes = Plan::kStats ? 0 : Plan::kWarps * OTile::kBytes;
 inline constexpr int kTileBytes = max_of(kInputBytes, kOutputBytes);
-static_assert(kTileBytes + 2 * SharedPointer::kBytes == Plan::kSmemBytes, "plan.py's sum is this one");
+inline constexpr int kSharedValues = 3;  // addresses of k and v, the range of keys
+static_assert(kTileBytes + kSharedValues * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
 
 using BlockWork = Work<Plan::kSlices>;
 using Scores = Fragment<Accum, kRowTiles, Plan::kBlockN / 8>;
@@ -66,7 +70,7 @@ struct Forward {
     const Params& p;
     const BlockWork work;
     const QTile q_tile;
-    const u32 ring;                // address of stage 0
+    const u32 ring;                 // address of stage 0
     const int first_row, warp_row;  // of the block, of this warp
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
@@ -74,38 +78,57 @@ struct Forward {
     bool dirty = false;  // v held inf or NaN in a masked block, which were replaced by zero
 
     __device__ __forceinline__ Forward(const Params& params, BlockWork w, u32 smem)
-        : p(params), work(w),
-          q_tile{smem}, ring(smem + QTile::kBytes), first_row(w.block * Plan::kBlockM),
+        : p(params),
+          work(w),
+          q_tile{smem},
+          ring(smem + QTile::kBytes),
+          first_row(w.block * Plan::kBlockM),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
-          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, scale_log2(Accum(p.scale_log2)) {
+          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
+          scale_log2(Accum(p.scale_log2)) {
         softmax.init();
         if (threadIdx.x == 0) {
-            k_start().set(head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head / p.group));
-            v_start().set(head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
+            k_start().set(
+                head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head / p.group));
+            v_start().set(
+                head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
+            const int last_row = min_of(first_row + Plan::kBlockM, p.seqlen_q) - 1;
+            range().set(band_range<Plan::kBand>(first_row, last_row, p.band_lo, p.band_hi,
+                                                Plan::kBlockN, p.seqlen_k));
         }
         __syncthreads();
     }
 
-    __device__ __forceinline__ SharedPointer k_start() const { return {q_tile.base + kTileBytes}; }
-    __device__ __forceinline__ SharedPointer v_start() const {
-        return {q_tile.base + kTileBytes + SharedPointer::kBytes};
+    __device__ __forceinline__ SharedValue<const T*> k_start() const {
+        return {q_tile.base + kTileBytes};
+    }
+    __device__ __forceinline__ SharedValue<const T*> v_start() const {
+        return {q_tile.base + kTileBytes + 16};
+    }
+    // The blocks of keys that these queries see.
+    __device__ __forceinline__ SharedValue<BlockRange> range() const {
+        return {q_tile.base + kTileBytes + 32};
     }
 
-    // Built where they are used: strides and lengths come from constant memory and need not live in registers.
+    // Built where they are used: strides and lengths come from constant memory and need not live in
+    // registers.
     __device__ __forceinline__ Rows<const T> k_rows() const {
-        return {k_start().get<const T>(), p.k_strides, p.seqlen_k, p.head_dim};
+        return {k_start().get(), p.k_strides, p.seqlen_k, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> v_rows() const {
-        return Rows<const T>(v_start().get<const T>(), p.v_strides, p.seqlen_k, p.head_dim_v)
+        return Rows<const T>(v_start().get(), p.v_strides, p.seqlen_k, p.head_dim_v)
             .from_column(work.slice * Plan::kHeadDimV);
     }
-    __device__ __forceinline__ KTile k_tile(int stage) const { return {ring + stage * kStageBytes}; }
+    __device__ __forceinline__ KTile k_tile(int stage) const {
+        return {ring + stage * kStageBytes};
+    }
     __device__ __forceinline__ VTile v_tile(int stage) const {
         return {ring + stage * kStageBytes + KTile::kBytes};
     }
 
     __device__ __forceinline__ void load_q() const {
-        const T* start = head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, work.head);
+        const T* start =
+            head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, work.head);
         const Rows<const T> q_rows(start, p.q_strides, p.seqlen_q, p.head_dim);
         load_tile<Plan::kCopyBytes, kThreads>(q_tile, q_rows, first_row);
     }
@@ -119,16 +142,19 @@ struct Forward {
         const KTile k = k_tile(stage);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
-            s, [&](int m, int step) { return Atom::load_a(q_tile, warp_row + 16 * m, step * Atom::kK); },
+            s,
+            [&](int m, int step) {
+                return Atom::load_a(q_tile, warp_row + 16 * m, step * Atom::kK);
+            },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, k, 16 * n, step * Atom::kK); });
     }
 
-    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block, bool masked) const {
+    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block,
+                                                         bool masked) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if (!masked) return;
-        s.for_each(opaque(first_row + warp_row), n_block * Plan::kBlockN, [&](Accum& x, int i, int j) {
-            x = visible(i, j) ? x : -infinity<Accum>();
-        });
+        s.for_each(opaque(first_row + warp_row), n_block * Plan::kBlockN,
+                   [&](Accum& x, int i, int j) { x = visible(i, j) ? x : -infinity<Accum>(); });
     }
 
     // O += P V.
@@ -139,7 +165,9 @@ struct Forward {
         const Operand<Atom, kRowTiles, Plan::kBlockN / Atom::kK> weights(s);
         gemm<Atom, Plan::kBlockN / Atom::kK, Plan::kBlockN>(
             o, [&](int m, int step) { return weights.a[m][step]; },
-            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b_trans(b, v, 16 * n, step * Atom::kK); });
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b_trans(b, v, 16 * n, step * Atom::kK);
+            });
     }
 
     __device__ __forceinline__ void step(Output& o, int n_block, int stage, bool masked) {
@@ -173,32 +201,37 @@ struct Forward {
         __syncwarp();
         T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, work.batch, work.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
-        store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows.from_column(work.slice * Plan::kHeadDimV),
-                                                 first_row + warp_row, lane_id());
+        store_tile<Plan::kStoreBytes, kWarpSize>(
+            tile, rows.from_column(work.slice * Plan::kHeadDimV), first_row + warp_row, lane_id());
+    }
+    __device__ __forceinline__ Accum* lse_start() const {
+        return head_start<Accum>(p.lse, p.lse_strides, p.batch_sizes, work.batch, work.head);
     }
     __device__ __forceinline__ void store_lse() const {
-        const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
-        for_each_row([&](int row, int q) {
-            static_cast<Accum*>(p.lse)[base + row * p.lse_strides.row] = softmax.lse(q, scale_log2);
-        });
+        Accum* lse = lse_start();
+        for_each_row(
+            [&](int row, int q) { lse[row * p.lse_strides.row] = softmax.lse(q, scale_log2); });
     }
 
-    // Whether any row of the block needs new statistics; they all read their lse again in store_stats.
+    // Whether any row of the block needs new statistics; they all read their lse again in
+    // store_stats.
     __device__ __forceinline__ bool any_large_lse() const {
-        const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
+        Accum* lse = lse_start();
         bool large = false;
-        for (int row = first_row + threadIdx.x; row < min_of(first_row + Plan::kBlockM, p.seqlen_q); row += kThreads)
-            large |= is_large(static_cast<const Accum*>(p.lse)[base + row * p.lse_strides.row]);
+        for (int row = first_row + threadIdx.x; row < min_of(first_row + Plan::kBlockM, p.seqlen_q);
+             row += kThreads)
+            large |= is_large(lse[row * p.lse_strides.row]);
         return __syncthreads_or(large);
     }
     __device__ __forceinline__ bool is_large(Accum lse) const {
         return fabs(lse) > Accum(p.lse_threshold) && lse != -infinity<Accum>();
     }
     __device__ __forceinline__ void store_stats() const {
-        const i64 base = batch_offset(p.lse_strides, p.batch_sizes, work.batch) + i64(work.head) * p.lse_strides.head;
+        Accum* lse = lse_start();
         for_each_row([&](int row, int q) {
-            if (!is_large(static_cast<const Accum*>(p.lse)[base + row * p.lse_strides.row])) return;
-            Accum* stats = static_cast<Accum*>(p.stats) + (i64(work.batch) * p.num_heads + work.head) * 3 * p.stats_pitch;
+            if (!is_large(lse[row * p.lse_strides.row])) return;
+            Accum* stats = static_cast<Accum*>(p.stats) +
+                           (i64(work.batch) * p.num_heads + work.head) * 3 * p.stats_pitch;
             stats[row] = softmax.reference[q];
             stats[p.stats_pitch + row] = row_sum_of<T>(softmax.sum[q]);
         });
@@ -206,7 +239,7 @@ struct Forward {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
-fwd_portable(const __grid_constant__ Params p) {
+    fwd_portable(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char smem[];
     BlockWork work(blockIdx.x, p.num_blocks, p.num_heads, p.section, p.num_sectioned);
     if constexpr (Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
@@ -214,55 +247,47 @@ fwd_portable(const __grid_constant__ Params p) {
     if constexpr (Plan::kStats)
         if (!forward.any_large_lse()) return;
 
-    const int last_row = min_of(forward.first_row + Plan::kBlockM, p.seqlen_q) - 1;
-    const BlockRange range =
-        band_range<Plan::kBand>(forward.first_row, last_row, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k);
-    const int count = range.end - range.begin;
     Output o;
     o.fill(0);
-
     forward.load_q();
+    int n_block = forward.range().get().end - 1, stage = 0;
     for (int ahead = 0; ahead < Plan::kStages - 1; ++ahead) {
-        if (ahead < count) forward.load_kv(range.end - 1 - ahead, ahead);
+        if (n_block - ahead >= forward.range().get().begin) forward.load_kv(n_block - ahead, ahead);
         cp_async_commit_group();
     }
-    int stage = 0, n_block = range.end - 1;
-    const auto run = [&](int stop, auto masked) {
-        for (; n_block >= stop; --n_block) {
-            if constexpr (Plan::kStages == 1) {
-                __syncthreads();
-                forward.load_kv(n_block, 0);
-                cp_async_commit_group();
-                cp_async_wait_group<0>();
-                __syncthreads();
-            } else {
-                cp_async_wait_group<Plan::kStages - 2>();
-                __syncthreads();
-                const int next = n_block - (Plan::kStages - 1);
-                if (next >= range.begin) forward.load_kv(next, (stage + Plan::kStages - 1) % Plan::kStages);
-                cp_async_commit_group();
-            }
-            forward.step(o, n_block, stage, masked(n_block));
-            stage = (stage + 1) % Plan::kStages;
+    for (; n_block >= forward.range().get().begin; --n_block) {
+        const BlockRange range = forward.range().get();
+        if constexpr (Plan::kStages == 1) {
+            __syncthreads();
+            forward.load_kv(n_block, 0);
+            cp_async_commit_group();
+            cp_async_wait_group<0>();
+            __syncthreads();
+        } else {
+            cp_async_wait_group<Plan::kStages - 2>();
+            __syncthreads();
+            const int next = n_block - (Plan::kStages - 1);
+            if (next >= range.begin)
+                forward.load_kv(next, (stage + Plan::kStages - 1) % Plan::kStages);
+            cp_async_commit_group();
         }
-    };
-    if constexpr (kTwoBodies) {
-#pragma unroll 1
-        for (int part = 0; part < 3; ++part) {  // masked, full, masked
-            if (part == 1) run(range.full_begin, [](int) { return false; });
-            else run(part == 0 ? range.full_end : range.begin, [](int) { return true; });
+        const bool masked = n_block >= range.full_end || n_block < range.full_begin;
+        if constexpr (!kTwoBodies) {
+            forward.step(o, n_block, stage, (Plan::kBand || Plan::kTail) && masked);
+        } else if (masked) {
+            forward.step(o, n_block, stage, true);
+        } else {
+            forward.step(o, n_block, stage, false);
         }
-    } else {
-        run(range.begin, [&](int block) {
-            return (Plan::kBand || Plan::kTail) && (block >= range.full_end || block < range.full_begin);
-        });
+        stage = (stage + 1) % Plan::kStages;
     }
     cp_async_wait_group<0>();
 
     if constexpr (Plan::kBand && !Plan::kStats)
         if (forward.dirty)
             restore_nonfinite<true>(o, forward.first_row + forward.warp_row, 0, forward.v_rows(),
-                                    range.begin * Plan::kBlockN, range.end * Plan::kBlockN, forward.visible);
+                                    forward.range().get().begin * Plan::kBlockN,
+                                    forward.range().get().end * Plan::kBlockN, forward.visible);
     forward.softmax.finish();
     if constexpr (Plan::kStats) {
         forward.store_stats();

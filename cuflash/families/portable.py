@@ -60,9 +60,9 @@ def _padded(head_dim: int) -> int:
     return round_up(head_dim, 16)
 
 
-def _sliced(head_dim: int, slices: int) -> int:
-    """Columns of one slice."""
-    return round_up(-(-head_dim // slices), 16)
+def _sliced(head_dim: int, tile: Tile) -> int:
+    """Columns of one slice: whole fragments for each of the warps that share its keys."""
+    return round_up(-(-head_dim // tile.slices), 16 * tile.share)
 
 
 def _rows(table, problem):
@@ -82,22 +82,22 @@ def _first_fit(tiles, smem, device, what):
 def forward_smem(problem, tile: Tile, stats: bool) -> int:
     """Bytes of shared memory of fwd_portable.cu: the ring, or the staged output that takes its place."""
     item = ITEM_BYTES[problem.dtype]
-    head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile.slices)
+    head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile)
     stage = tile_bytes(tile.block_n, head_dim, item) + (0 if stats else tile_bytes(tile.block_n, head_dim_v, item))
     inputs = tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
-    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 16
+    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 48
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
     """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics, dS^T, two addresses."""
     item = ITEM_BYTES[problem.dtype]
-    head_dim = tile.slices * _sliced(problem.head_dim, tile.slices)
-    head_dim_v = tile.slices * _sliced(problem.head_dim_v, tile.slices)
+    head_dim = tile.slices * _sliced(problem.head_dim, tile)
+    head_dim_v = tile.slices * _sliced(problem.head_dim_v, tile)
     keys = tile_bytes(tile.block_n, head_dim, item) + tile_bytes(tile.block_n, head_dim_v, item)
     stage = tile_bytes(tile.block_m, head_dim, item) + tile_bytes(tile.block_m, head_dim_v, item)
     stage += tile_bytes(3, tile.block_m, max(item, 4))
     scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
-    return keys + tile.stages * stage + tile_bytes(tile.block_n, tile.block_m, item) * scores + 16
+    return keys + tile.stages * stage + tile_bytes(tile.block_n, tile.block_m, item) * scores + 48 + 16 * tile.warps
 
 
 def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:
@@ -147,7 +147,7 @@ def forward_plan(problem, device, access, *, stats: bool = False, tile: Tile | N
     smem = forward_smem(problem, tile, stats)
     constants = _common(problem, tile) + [
         ("kHeadDim", _padded(problem.head_dim)),
-        ("kHeadDimV", _sliced(problem.head_dim_v, tile.slices)),
+        ("kHeadDimV", _sliced(problem.head_dim_v, tile)),
         *_tile_constants(tile, smem, device),
         ("kCopyBytes", access.load_bytes),
         ("kStoreBytes", access.store_bytes),
@@ -164,8 +164,8 @@ def backward_plan(problem, device, access, *, need_dq: bool, need_dkv: bool, det
                           f"backward in {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
                           f"{problem.head_dim_v}")
     smem = backward_smem(problem, tile, need_dq)
-    slice_dim = _sliced(problem.head_dim, tile.slices)
-    slice_dim_v = _sliced(problem.head_dim_v, tile.slices)
+    slice_dim = _sliced(problem.head_dim, tile)
+    slice_dim_v = _sliced(problem.head_dim_v, tile)
     along_m, along_d = _dq_warps(tile, slice_dim)
     constants = _common(problem, tile) + [
         ("kHeadDim", tile.slices * slice_dim),

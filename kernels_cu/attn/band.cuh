@@ -1,4 +1,5 @@
-// Which blocks of columns a block of rows needs: one function for causal, windows and both directions.
+// Which blocks of columns a block of rows needs: one function for causal, windows and both
+// directions.
 #pragma once
 #include "../types.cuh"
 
@@ -7,10 +8,12 @@ struct BlockRange {
     int begin, full_begin, full_end, end;
 };
 
-// Column j is visible to row i when i + lo <= j <= i + hi and 0 <= j < length. Rows first .. last, both included. Rows
-// as keys and columns as queries (the backward direction) take lo = -hi, hi = -lo.
+// Column j is visible to row i when i + lo <= j <= i + hi and 0 <= j < length. Rows first .. last,
+// both included. Rows as keys and columns as queries (the backward direction) take lo = -hi, hi =
+// -lo.
 template <bool kBand>
-__device__ __forceinline__ BlockRange band_range(int first, int last, int lo, int hi, int block, int length) {
+__device__ __forceinline__ BlockRange band_range(int first, int last, int lo, int hi, int block,
+                                                 int length) {
     BlockRange range{0, 0, length / block, ceil_div(length, block)};
     if constexpr (kBand) {
         range.begin = max_of(0, first + lo) / block;

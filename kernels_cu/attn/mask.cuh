@@ -1,11 +1,11 @@
-// Which elements are visible: a function of (i, j), the query's and the key's index in their own sequences.
+// Which elements are visible: a function of (i, j), the query's and the key's index in their own
+// sequences.
 #pragma once
 #include "../ptx/cvt.cuh"
 #include "../tile/rows.cuh"
 #include "../types.cuh"
 
-template <bool kBand>
-struct Mask {
+template <bool kBand> struct Mask {
     int lo, hi;  // the band, as in attn/band.cuh
     int seqlen_q, seqlen_k;
 
@@ -23,13 +23,14 @@ struct Mask {
     }
 };
 
-// After products whose right operands had inf and NaN replaced by zero, since 0 * NaN is NaN and hidden elements must
-// add nothing: gives them back to the elements that see them. Once more does no harm, so one pass at the end serves for
-// all tiles. c's element (row, col) sees row r of `rows`, first <= r < last, when visible(row, r). With kWeight they
-// count with a positive weight, so that inf stays inf; without, the weight has no known sign and the result is NaN.
+// After products whose right operands had inf and NaN replaced by zero, since 0 * NaN is NaN and
+// hidden elements must add nothing: gives them back to the elements that see them. Once more does
+// no harm, so one pass at the end serves for all tiles. c's element (row, col) sees row r of
+// `rows`, first <= r < last, when visible(row, r). With kWeight they count with a positive weight,
+// so that inf stays inf; without, the weight has no known sign and the result is NaN.
 template <bool kWeight, class C, class T, class Visible>
-__device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const Rows<T>& rows, int first, int last,
-                                               Visible visible) {
+__device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const Rows<T>& rows,
+                                                  int first, int last, Visible visible) {
     for (int r = first; r < min_of(last, rows.count); ++r)
         for (int d = col; d < min_of(col + 8 * C::kColTiles, rows.dim); ++d) {
             const T raw = *rows.at(r, d);

@@ -3,17 +3,18 @@
 #include "../ptx/misc.cuh"
 #include "../tile/fragment.cuh"
 
-// p = exp2((s - reference) * scale) with scale = |softmax scale| * log2(e); `sum` adds up p. The subtraction comes
-// first: where scores are huge, s * scale and reference * scale round apart, s and reference do not.
-template <class Accum, int kRowTiles>
-struct Softmax {
+// p = exp2((s - reference) * scale) with scale = |softmax scale| * log2(e); `sum` adds up p. The
+// subtraction comes first: where scores are huge, s * scale and reference * scale round apart, s
+// and reference do not.
+template <class Accum, int kRowTiles> struct Softmax {
     static constexpr int kRows = 2 * kRowTiles;
-    // The reference is an earlier maximum as long as the true one is within 2^8 of it: most steps then rescale nothing,
-    // and the result is the same, since p, sum and the output share the reference.
+    // The reference is an earlier maximum as long as the true one is within 2^8 of it: most steps
+    // then rescale nothing, and the result is the same, since p, sum and the output share the
+    // reference.
     static constexpr int kSlack = 8;
 
-    // Starts at the lowest finite value, not at -inf: a hidden score is then -inf above nothing and weighs 0 without
-    // a special case, and every finite score still counts.
+    // Starts at the lowest finite value, not at -inf: a hidden score is then -inf above nothing and
+    // weighs 0 without a special case, and every finite score still counts.
     Accum reference[kRows];
     Accum sum[kRows];  // this lane's columns only, until finish()
 
@@ -22,8 +23,9 @@ struct Softmax {
         for (int q = 0; q < kRows; ++q) reference[q] = lowest<Accum>(), sum[q] = 0;
     }
 
-    // Moves the references so that they suit the scores and calls rescale(factor) when an earlier sum or output of the
-    // warp must change; then replaces the scores by p. A row's arithmetic never depends on other rows.
+    // Moves the references so that they suit the scores and calls rescale(factor) when an earlier
+    // sum or output of the warp must change; then replaces the scores by p. A row's arithmetic
+    // never depends on other rows.
     template <class Scores, class Rescale>
     __device__ __forceinline__ void update(Scores& s, Accum scale, Rescale rescale) {
         Accum highest[kRows];
@@ -64,10 +66,13 @@ struct Softmax {
             sum[q] += __shfl_xor_sync(kFullWarp, sum[q], 2);
         }
     }
-    __device__ __forceinline__ Accum inverse_sum(int q) const { return sum[q] == 0 ? Accum(0) : 1 / sum[q]; }
+    __device__ __forceinline__ Accum inverse_sum(int q) const {
+        return sum[q] == 0 ? Accum(0) : 1 / sum[q];
+    }
     // Natural logarithm of the row's sum of exponentials; -inf for a row without a visible key.
     __device__ __forceinline__ Accum lse(int q, Accum scale) const {
         constexpr double kLn2 = 0.693147180559945309417;
-        return sum[q] == 0 ? -infinity<Accum>() : reference[q] * (scale * Accum(kLn2)) + log_of(sum[q]);
+        return sum[q] == 0 ? -infinity<Accum>()
+                           : reference[q] * (scale * Accum(kLn2)) + log_of(sum[q]);
     }
 };

@@ -2,25 +2,27 @@
 #pragma once
 #include "../types.cuh"
 
-// Blocks of one head are neighbours, so that those in flight read the same arrays from L2. With a band they differ in
-// length, and the last head's longest block would start late and run alone at the end; then all of a section of heads
-// start with their longest blocks. A section is as many heads as fit in L2 together, 1 without a band.
+// Blocks of one head are neighbours, so that those in flight read the same arrays from L2. With a
+// band they differ in length, and the last head's longest block would start late and run alone at
+// the end; then all of a section of heads start with their longest blocks. A section is as many
+// heads as fit in L2 together, 1 without a band.
 //
-// With slices, kSlices blocks share the rows and each computes its part of the result's columns: where all of them would
-// not fit a warp's registers.
-template <int kSlices>
-struct Work {
+// With slices, kSlices blocks share the rows and each computes its part of the result's columns:
+// where all of them would not fit a warp's registers.
+template <int kSlices> struct Work {
     int slice;
     int block;  // of queries in forward, of keys in backward
     u32 head;
     u32 batch;
 
     // num_heads of a batch entry; num_sectioned is how many of all heads lie in whole sections.
-    __device__ __forceinline__ Work(u32 index, u32 num_blocks, u32 num_heads, u32 section, u32 num_sectioned) {
+    __device__ __forceinline__ Work(u32 index, u32 num_blocks, u32 num_heads, u32 section,
+                                    u32 num_sectioned) {
         slice = int(index % kSlices);
         index /= kSlices;
         u32 first = index / (num_blocks * section) * section;
-        const u32 size = first < num_sectioned ? section : gridDim.x / (kSlices * num_blocks) - num_sectioned;
+        const u32 size =
+            first < num_sectioned ? section : gridDim.x / (kSlices * num_blocks) - num_sectioned;
         index -= first * num_blocks;
         block = int(index / size);
         const u32 outer = first + index % size;

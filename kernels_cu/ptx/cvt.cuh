@@ -52,7 +52,8 @@ template <> __device__ __forceinline__ u32 pack<bf16>(float low, float high) {
 #endif
 }
 
-// The nearest tf32 value, ties away from zero, as a float. PTX: the low 13 bits of a tf32 operand are ignored.
+// The nearest tf32 value, ties away from zero, as a float. PTX: the low 13 bits of a tf32 operand
+// are ignored.
 __device__ __forceinline__ float round_tf32(float x) {
 #if __CUDA_ARCH__ >= 800
     u32 y;
@@ -73,13 +74,14 @@ __device__ __forceinline__ bool is_nonfinite(double x) {
     return (u64(__double_as_longlong(x)) & 0x7ff0000000000000ull) == 0x7ff0000000000000ull;
 }
 
-// Whether any of the elements in 16 bytes is inf or NaN: their product with zero is NaN, that of all others is zero, so
-// one multiply-add a word finds out.
+// Whether any of the elements in 16 bytes is inf or NaN: their product with zero is NaN, that of
+// all others is zero, so one multiply-add a word finds out.
 template <class T> __device__ __forceinline__ bool has_nonfinite(uint4 piece) {
     const u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
     if constexpr (sizeof(T) == 8) {
         double sum = 0;
-        for (int w = 0; w < 4; w += 2) sum = fma(__hiloint2double(int(words[w + 1]), int(words[w])), 0.0, sum);
+        for (int w = 0; w < 4; w += 2)
+            sum = fma(__hiloint2double(int(words[w + 1]), int(words[w])), 0.0, sum);
         return sum != 0;
     } else if constexpr (sizeof(T) == 4) {
         float sum = 0;
@@ -87,12 +89,14 @@ template <class T> __device__ __forceinline__ bool has_nonfinite(uint4 piece) {
         return sum != 0;
     } else if constexpr (kSame<T, f16>) {
         u32 sum = 0;
-        for (int w = 0; w < 4; ++w) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(words[w]), "r"(0u));
+        for (int w = 0; w < 4; ++w)
+            asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(words[w]), "r"(0u));
         return (sum & 0x7fff7fffu) != 0;
     } else {
         u32 sum = 0;
 #if __CUDA_ARCH__ >= 800
-        for (int w = 0; w < 4; ++w) asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(words[w]), "r"(0u));
+        for (int w = 0; w < 4; ++w)
+            asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(words[w]), "r"(0u));
 #else
         for (int w = 0; w < 4; ++w)
             sum |= u32(is_nonfinite(T{u16(words[w])}) || is_nonfinite(T{u16(words[w] >> 16)}));

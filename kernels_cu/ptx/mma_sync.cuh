@@ -1,4 +1,5 @@
-// Warp-wide matrix products on the tensor cores. PTX ISA 9.7.14.5 (mma.sync). D and C share registers: c += a * b.
+// Warp-wide matrix products on the tensor cores. PTX ISA 9.7.14.5 (mma.sync). D and C share
+// registers: c += a * b.
 #pragma once
 #include "../types.cuh"
 
@@ -21,7 +22,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], c
 __device__ __forceinline__ void mma_m16n8k8_f16(float (&c)[4], u32 a0, u32 a1, u32 b0) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0));
 }
 
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&c)[4], const float (&a)[4],
@@ -47,5 +49,6 @@ __device__ __forceinline__ void mma_m16n8k16_f64(double (&c)[4], const double (&
 // sm_80: eight rows, depth four.
 __device__ __forceinline__ void mma_m8n8k4_f64(double& c0, double& c1, double a, double b) {
     asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-        : "+d"(c0), "+d"(c1) : "d"(a), "d"(b));
+        : "+d"(c0), "+d"(c1)
+        : "d"(a), "d"(b));
 }

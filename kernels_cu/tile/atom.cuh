@@ -2,10 +2,11 @@
 //
 // All atoms share one accumulator layout. With g = lane / 4 and t = lane % 4, element r of c is at
 //     row g + 8 (r / 2), column 2t + r % 2.
-// Fragments come in two kinds. Plain ones (load_a, load_b) read tiles stored [row of the operand][k]. Transposed ones
-// (load_a_trans, load_b_trans) read tiles stored [k][...], and a_from_c turns accumulators into an operand. The last
-// three may order k as they like, since a product is a sum over k, as long as they agree: in the 32 and 64-bit atoms
-// slots t, t + 4, ... of k hold columns 2t, 2t + 1, ..., so that an accumulator is an operand with no data movement.
+// Fragments come in two kinds. Plain ones (load_a, load_b) read tiles stored [row of the
+// operand][k]. Transposed ones (load_a_trans, load_b_trans) read tiles stored [k][...], and
+// a_from_c turns accumulators into an operand. The last three may order k as they like, since a
+// product is a sum over k, as long as they agree: in the 32 and 64-bit atoms slots t, t + 4, ... of
+// k hold columns 2t, 2t + 1, ..., so that an accumulator is an operand with no data movement.
 #pragma once
 #include "../ptx/cvt.cuh"
 #include "../ptx/ldmatrix.cuh"
@@ -15,8 +16,8 @@
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
 
-// Addresses for ldmatrix: lanes 8i .. 8i + 7 hold the rows of matrix i. `kDown` says whether matrix 1 lies below
-// matrix 0 (and 2 beside it) or beside it (and 2 below).
+// Addresses for ldmatrix: lanes 8i .. 8i + 7 hold the rows of matrix i. `kDown` says whether matrix
+// 1 lies below matrix 0 (and 2 beside it) or beside it (and 2 below).
 template <bool kDown, class Tile>
 __device__ __forceinline__ u32 ldmatrix_address(Tile tile, int row, int col) {
     constexpr int kPerPiece = 16 / int(sizeof(typename Tile::Element));
@@ -26,7 +27,8 @@ __device__ __forceinline__ u32 ldmatrix_address(Tile tile, int row, int col) {
                         col + kPerPiece * (kDown ? second : first));
 }
 
-// Without a tensor core for the type: every lane gathers the operands of its four sums with shuffles.
+// Without a tensor core for the type: every lane gathers the operands of its four sums with
+// shuffles.
 template <int kK, class Accum, class GetA, class GetB>
 __device__ __forceinline__ void mma_by_fma(Accum (&c)[4], GetA a, GetB b) {
     const int quad = lane_id() & ~3, column = lane_id() % 4 * 2;
@@ -39,18 +41,22 @@ __device__ __forceinline__ void mma_by_fma(Accum (&c)[4], GetA a, GetB b) {
 }
 
 // fp16 and bf16, sums in float.
-template <class T>
-struct Atom16 {
+template <class T> struct Atom16 {
     static constexpr int kK = 16;
-    struct A { u32 x[4]; };
-    struct B { u32 x[2]; };
+    struct A {
+        u32 x[4];
+    };
+    struct B {
+        u32 x[2];
+    };
 
     template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
         A a;
         ldmatrix_x4(a.x, ldmatrix_address<true>(tile, row, k));
         return a;
     }
-    template <class Tile> static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+    template <class Tile>
+    static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
         A a;
         ldmatrix_x4_trans(a.x, ldmatrix_address<false>(tile, k, row));
         return a;
@@ -68,8 +74,8 @@ struct Atom16 {
         b[0].x[0] = x[0], b[0].x[1] = x[1], b[1].x[0] = x[2], b[1].x[1] = x[3];
     }
     static __device__ __forceinline__ A a_from_c(const float (&left)[4], const float (&right)[4]) {
-        return {{pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
-                 pack<T>(right[0], right[1]), pack<T>(right[2], right[3])}};
+        return {{pack<T>(left[0], left[1]), pack<T>(left[2], left[3]), pack<T>(right[0], right[1]),
+                 pack<T>(right[2], right[3])}};
     }
     static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
@@ -79,33 +85,43 @@ struct Atom16 {
             mma_m16n8k8_f16(c, a.x[0], a.x[1], b.x[0]);
             mma_m16n8k8_f16(c, a.x[2], a.x[3], b.x[1]);
         } else {
-            const auto half = [](u32 pair, int k) { return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16); };
+            const auto half = [](u32 pair, int k) {
+                return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
+            };
             mma_by_fma<kK>(
                 c,
                 [&](int k, int below, int quad) {
-                    return half(__shfl_sync(kFullWarp, a.x[k / 8 * 2 + below], quad + k % 8 / 2), k);
+                    return half(__shfl_sync(kFullWarp, a.x[k / 8 * 2 + below], quad + k % 8 / 2),
+                                k);
                 },
-                [&](int k, int row) { return half(__shfl_sync(kFullWarp, b.x[k / 8], row + k % 8 / 2), k); });
+                [&](int k, int row) {
+                    return half(__shfl_sync(kFullWarp, b.x[k / 8], row + k % 8 / 2), k);
+                });
         }
 #endif
     }
 };
 
-// float32: each factor is hi + lo in tf32 and the product lo*hi + hi*lo + hi*hi (3xTF32), or hi*hi alone. The tensor
-// core truncates as it accumulates, always towards zero, so no chain is longer than these three: their sum starts from
-// zero and is added to c in float32.
-template <bool kTf32>
-struct Atom32 {
+// float32: each factor is hi + lo in tf32 and the product lo*hi + hi*lo + hi*hi (3xTF32), or hi*hi
+// alone. The tensor core truncates as it accumulates, always towards zero, so no chain is longer
+// than these three: their sum starts from zero and is added to c in float32.
+template <bool kTf32> struct Atom32 {
     static constexpr int kK = 8;
-    struct A { float x[4]; };
-    struct B { float x[2]; };
+    struct A {
+        float x[4];
+    };
+    struct B {
+        float x[2];
+    };
 
     template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
         u32 x[4];
         ldmatrix_x4(x, ldmatrix_address<true>(tile, row, k));
-        return {{__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])}};
+        return {{__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                 __uint_as_float(x[3])}};
     }
-    template <class Tile> static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+    template <class Tile>
+    static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
         return {{tile.load(k + 2 * t, row + g), tile.load(k + 2 * t, row + g + 8),
                  tile.load(k + 2 * t + 1, row + g), tile.load(k + 2 * t + 1, row + g + 8)}};
@@ -122,9 +138,12 @@ struct Atom32 {
         const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
         for (int n = 0; n < 2; ++n)
-            b[n] = {{tile.load(k + 2 * t, col + 8 * n + g), tile.load(k + 2 * t + 1, col + 8 * n + g)}};
+            b[n] = {
+                {tile.load(k + 2 * t, col + 8 * n + g), tile.load(k + 2 * t + 1, col + 8 * n + g)}};
     }
-    static __device__ __forceinline__ A a_from_c(const float (&c)[4]) { return {{c[0], c[2], c[1], c[3]}}; }
+    static __device__ __forceinline__ A a_from_c(const float (&c)[4]) {
+        return {{c[0], c[2], c[1], c[3]}};
+    }
     static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
         float a_high[4], a_finite[4], a_low[4], b_high[2], b_finite[2], b_low[2];
@@ -143,14 +162,16 @@ struct Atom32 {
 #else
         mma_by_fma<kK>(
             c,
-            [&](int k, int below, int quad) { return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4); },
+            [&](int k, int below, int quad) {
+                return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4);
+            },
             [&](int k, int row) { return __shfl_sync(kFullWarp, b.x[k / 4], row + k % 4); });
 #endif
     }
 
  private:
-    // x = high + low. inf and NaN take part in the product of the high parts only: times a low part, which may be zero,
-    // an infinity would become NaN.
+    // x = high + low. inf and NaN take part in the product of the high parts only: times a low
+    // part, which may be zero, an infinity would become NaN.
     static __device__ __forceinline__ void split(float x, float& high, float& finite, float& low) {
         high = round_tf32(x);
         const bool is_finite = fabsf(high) <= __int_as_float(0x7f7fffff);
@@ -159,11 +180,16 @@ struct Atom32 {
     }
 };
 
-// float64.
+// float64. The sum over one step starts from zero and is added to c: long sums are then done in
+// blocks of 16.
 struct Atom64 {
     static constexpr int kK = 16;
-    struct A { double x[8]; };
-    struct B { double x[4]; };
+    struct A {
+        double x[8];
+    };
+    struct B {
+        double x[4];
+    };
 
     template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
@@ -172,7 +198,8 @@ struct Atom64 {
         for (int i = 0; i < 8; ++i) a.x[i] = tile.load(row + g + 8 * (i % 2), k + t + 4 * (i / 2));
         return a;
     }
-    template <class Tile> static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+    template <class Tile>
+    static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
         A a;
 #pragma unroll
@@ -183,32 +210,40 @@ struct Atom64 {
     static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) b[i / 4].x[i % 4] = tile.load(col + 8 * (i / 4) + g, k + t + 4 * (i % 4));
+        for (int i = 0; i < 8; ++i)
+            b[i / 4].x[i % 4] = tile.load(col + 8 * (i / 4) + g, k + t + 4 * (i % 4));
     }
     template <class Tile>
     static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) b[i / 4].x[i % 4] = tile.load(k + slot(i % 4, t), col + 8 * (i / 4) + g);
+        for (int i = 0; i < 8; ++i)
+            b[i / 4].x[i % 4] = tile.load(k + slot(i % 4, t), col + 8 * (i / 4) + g);
     }
-    static __device__ __forceinline__ A a_from_c(const double (&left)[4], const double (&right)[4]) {
+    static __device__ __forceinline__ A a_from_c(const double (&left)[4],
+                                                 const double (&right)[4]) {
         return {{left[0], left[2], left[1], left[3], right[0], right[2], right[1], right[3]}};
     }
     static __device__ __forceinline__ void mma(double (&c)[4], const A& a, const B& b) {
+        double part[4] = {};
 #if __CUDA_ARCH__ >= 900
-        mma_m16n8k16_f64(c, a.x, b.x);
+        mma_m16n8k16_f64(part, a.x, b.x);
 #elif __CUDA_ARCH__ >= 800
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            mma_m8n8k4_f64(c[0], c[1], a.x[2 * i], b.x[i]);
-            mma_m8n8k4_f64(c[2], c[3], a.x[2 * i + 1], b.x[i]);
+            mma_m8n8k4_f64(part[0], part[1], a.x[2 * i], b.x[i]);
+            mma_m8n8k4_f64(part[2], part[3], a.x[2 * i + 1], b.x[i]);
         }
 #else
         mma_by_fma<kK>(
-            c,
-            [&](int k, int below, int quad) { return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4); },
+            part,
+            [&](int k, int below, int quad) {
+                return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4);
+            },
             [&](int k, int row) { return __shfl_sync(kFullWarp, b.x[k / 4], row + k % 4); });
 #endif
+#pragma unroll
+        for (int r = 0; r < 4; ++r) c[r] += part[r];
     }
 
  private:
@@ -216,9 +251,16 @@ struct Atom64 {
     static __device__ __forceinline__ int slot(int i, int t) { return 8 * (i / 2) + 2 * t + i % 2; }
 };
 
-template <class T, bool kTf32> struct AtomFor { using type = Atom16<T>; };
-template <bool kTf32> struct AtomFor<float, kTf32> { using type = Atom32<kTf32>; };
-template <bool kTf32> struct AtomFor<double, kTf32> { using type = Atom64; };
+template <class T, bool kTf32> struct AtomFor {
+    using type = Atom16<T>;
+};
+template <bool kTf32> struct AtomFor<float, kTf32> {
+    using type = Atom32<kTf32>;
+};
+template <bool kTf32> struct AtomFor<double, kTf32> {
+    using type = Atom64;
+};
 
-// How far loops over k with both operands in shared memory are unrolled: products of wide types are long already.
+// How far loops over k with both operands in shared memory are unrolled: products of wide types are
+// long already.
 template <class T> inline constexpr int kSmemUnroll = sizeof(T) == 2 ? 16 : sizeof(T) == 4 ? 1 : 2;

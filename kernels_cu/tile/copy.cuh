@@ -1,5 +1,5 @@
-// Whole-block copies between global rows and shared tiles. What does not exist becomes zero on the way in and is not
-// written on the way out.
+// Whole-block copies between global rows and shared tiles. What does not exist becomes zero on the
+// way in and is not written on the way out.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/cvt.cuh"
@@ -7,11 +7,13 @@
 #include "rows.cuh"
 #include "smem_tile.cuh"
 
-// Rows first .. first + kRows of `rows` into `tile`. kBytes is the widest piece that every row start and row length of
-// the array allows (16, 8 or 4: asynchronous); 0 takes any strides, element by element.
+// Rows first .. first + kRows of `rows` into `tile`. kBytes is the widest piece that every row
+// start and row length of the array allows (16, 8 or 4: asynchronous); 0 takes any strides, element
+// by element.
 template <int kBytes, int kThreads, class T, class Tile>
 __device__ __forceinline__ void load_tile(Tile tile, const Rows<T>& rows, int first) {
-    const int thread = opaque(int(threadIdx.x));  // addresses are cheap to compute again, registers are not
+    const int thread =
+        opaque(int(threadIdx.x));  // addresses are cheap to compute again, registers are not
     if constexpr (kBytes > 0) {
         constexpr int kPieces = Tile::kCols * int(sizeof(T)) / kBytes;  // a row
         constexpr int kTotal = kPieces * Tile::kRows;
@@ -59,8 +61,8 @@ __device__ __forceinline__ void load_tile(Tile tile, const Rows<T>& rows, int fi
     }
 }
 
-// `tile` to rows first .. first + kRows. kBytes is 16 where rows start and end on 16 bytes, else 0. The caller has
-// made the tile visible to all kThreads threads; `thread` counts them.
+// `tile` to rows first .. first + kRows. kBytes is 16 where rows start and end on 16 bytes, else 0.
+// The caller has made the tile visible to all kThreads threads; `thread` counts them.
 template <int kBytes, int kThreads, class T, class Tile>
 __device__ __forceinline__ void store_tile(Tile tile, const Rows<T>& rows, int first, int thread) {
     if constexpr (kBytes == 16) {
@@ -71,7 +73,8 @@ __device__ __forceinline__ void store_tile(Tile tile, const Rows<T>& rows, int f
             const int piece = i * kThreads + thread;
             const int row = piece / kPieces, col = piece % kPieces * kPerPiece;
             if (row < Tile::kRows && first + row < rows.count && col < rows.dim)
-                *reinterpret_cast<uint4*>(rows.at(i64(first) + row, col)) = tile.load_piece(row, col);
+                *reinterpret_cast<uint4*>(rows.at(i64(first) + row, col)) =
+                    tile.load_piece(row, col);
         }
     } else {
 #pragma unroll 4
@@ -83,8 +86,8 @@ __device__ __forceinline__ void store_tile(Tile tile, const Rows<T>& rows, int f
     }
 }
 
-// True, for all threads of the block, when the tile holds inf or NaN; with kReplace they become zero. The barrier inside
-// also shows the new tile to all threads.
+// True, for all threads of the block, when the tile holds inf or NaN; with kReplace they become
+// zero. The barrier inside also shows the new tile to all threads.
 template <bool kReplace, int kThreads, class Tile>
 __device__ __forceinline__ bool find_nonfinite(Tile tile) {
     using T = typename Tile::Element;

@@ -1,10 +1,10 @@
-// Accumulator fragments and the one loop that multiplies tiles. A warp's fragment is kRowTiles x kColTiles tiles of
-// 16 x 8 elements; features reach them through for_each(f(x, i, j)) and never see a thread.
+// Accumulator fragments and the one loop that multiplies tiles. A warp's fragment is kRowTiles x
+// kColTiles tiles of 16 x 8 elements; features reach them through for_each(f(x, i, j)) and never
+// see a thread.
 #pragma once
 #include "atom.cuh"
 
-template <class Accum, int kRowTileCount, int kColTileCount>
-struct Fragment {
+template <class Accum, int kRowTileCount, int kColTileCount> struct Fragment {
     static constexpr int kRowTiles = kRowTileCount;
     static constexpr int kColTiles = kColTileCount;
     Accum x[kRowTiles][kColTiles][4];
@@ -35,8 +35,7 @@ struct Fragment {
 };
 
 // The left operand of a product, made of accumulators: columns become k.
-template <class Atom, int kRowTiles, int kSteps>
-struct Operand {
+template <class Atom, int kRowTiles, int kSteps> struct Operand {
     typename Atom::A a[kRowTiles][kSteps];
 
     template <class Accum, int kColTiles>
@@ -46,15 +45,18 @@ struct Operand {
         for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
             for (int k = 0; k < kSteps; ++k)
-                if constexpr (Atom::kK == 8) a[m][k] = Atom::a_from_c(c.x[m][k]);
-                else a[m][k] = Atom::a_from_c(c.x[m][2 * k], c.x[m][2 * k + 1]);
+                if constexpr (Atom::kK == 8)
+                    a[m][k] = Atom::a_from_c(c.x[m][k]);
+                else
+                    a[m][k] = Atom::a_from_c(c.x[m][2 * k], c.x[m][2 * k + 1]);
     }
 };
 
-// c += A B over kSteps steps of Atom::kK. load_a(m, k) gives the operand of row tile m, load_b(b, n, k) those of column
-// tiles 2n and 2n + 1. kUnroll: where both operands come from shared memory the loop over k need not be unrolled, and
-// for the wide types that keeps the code and the time to compile it small. (Reading operands ahead by hand changed
-// nothing: the assembler orders the reads by itself.)
+// c += A B over kSteps steps of Atom::kK. load_a(m, k) gives the operand of row tile m, load_b(b,
+// n, k) those of column tiles 2n and 2n + 1. kUnroll: where both operands come from shared memory
+// the loop over k need not be unrolled, and for the wide types that keeps the code and the time to
+// compile it small. (Reading operands ahead by hand changed nothing: the assembler orders the reads
+// by itself.)
 template <class Atom, int kSteps, int kUnroll, class C, class LoadA, class LoadB>
 __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
     constexpr int kPairs = C::kColTiles / 2;
@@ -76,10 +78,12 @@ __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
     }
 }
 
-// A warp's accumulators into a tile of the output's type, from (row, col) on, each lane its own elements.
+// A warp's accumulators into a tile of the output's type, from (row, col) on, each lane its own
+// elements.
 template <class Tile, class Accum, int kRowTiles, int kColTiles>
-__device__ __forceinline__ void store_fragment(Tile tile, const Fragment<Accum, kRowTiles, kColTiles>& c, int row = 0,
-                                               int col = 0) {
+__device__ __forceinline__ void store_fragment(Tile tile,
+                                               const Fragment<Accum, kRowTiles, kColTiles>& c,
+                                               int row = 0, int col = 0) {
     using T = typename Tile::Element;
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
@@ -98,8 +102,9 @@ __device__ __forceinline__ void store_fragment(Tile tile, const Fragment<Accum, 
             }
 }
 
-// Adds one 16 x 8 accumulator tile to 128 values in global memory. Their order is the fragment's own, so that a warp's
-// additions are contiguous: [lane][r] where four can be added at once, else [r][lane].
+// Adds one 16 x 8 accumulator tile to 128 values in global memory. Their order is the fragment's
+// own, so that a warp's additions are contiguous: [lane][r] where four can be added at once, else
+// [r][lane].
 template <bool kVector, class Accum>
 __device__ __forceinline__ void add_fragment(Accum* destination, const Accum (&x)[4]) {
     if constexpr (kVector) {

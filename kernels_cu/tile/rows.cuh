@@ -18,14 +18,13 @@ __device__ __forceinline__ i64 batch_offset(const Strides& strides, const i32 (&
 
 // Where one head's matrix begins.
 template <class T, class Pointer>
-__device__ __forceinline__ T* head_start(Pointer* array, const Strides& strides, const i32 (&sizes)[kBatchDims],
-                                         u32 batch, u32 head) {
+__device__ __forceinline__ T* head_start(Pointer* array, const Strides& strides,
+                                         const i32 (&sizes)[kBatchDims], u32 batch, u32 head) {
     return static_cast<T*>(array) + batch_offset(strides, sizes, batch) + i64(head) * strides.head;
 }
 
 // A (count x dim) matrix with any strides. Rows at or beyond `count` do not exist.
-template <class T>
-struct Rows {
+template <class T> struct Rows {
     T* data;
     i64 row_stride;
     i64 col_stride;
@@ -33,7 +32,11 @@ struct Rows {
     i32 dim;
 
     __device__ __forceinline__ Rows(T* start, const Strides& strides, i32 row_count, i32 row_dim)
-        : data(start), row_stride(strides.row), col_stride(strides.col), count(row_count), dim(row_dim) {}
+        : data(start),
+          row_stride(strides.row),
+          col_stride(strides.col),
+          count(row_count),
+          dim(row_dim) {}
 
     __device__ __forceinline__ T* at(i64 row, i64 col) const {
         return data + row * row_stride + col * col_stride;

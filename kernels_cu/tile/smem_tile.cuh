@@ -1,10 +1,10 @@
-// A row-major matrix in shared memory, laid out so that the eight rows that one ldmatrix reads start in eight different
-// groups of four banks.
+// A row-major matrix in shared memory, laid out so that the eight rows that one ldmatrix reads
+// start in eight different groups of four banks.
 //
-// Rows of whole 128-byte lines are swizzled: the index of each 16-byte piece is XORed with the row's. (Padding instead
-// keeps addresses linear, but rows then start in the middle of a line and cp.async writes every line in two parts: 1.8
-// times the cycles, a fifth of all shared-memory time in forward at head_dim 128.) Other rows are padded to an odd
-// number of pieces.
+// Rows of whole 128-byte lines are swizzled: the index of each 16-byte piece is XORed with the
+// row's. (Padding instead keeps addresses linear, but rows then start in the middle of a line and
+// cp.async writes every line in two parts: 1.8 times the cycles, a fifth of all shared-memory time
+// in forward at head_dim 128.) Other rows are padded to an odd number of pieces.
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../types.cuh"
@@ -13,8 +13,7 @@ __device__ constexpr int row_pitch(int row_bytes) {
     return row_bytes % 128 == 0 || row_bytes / 16 % 2 == 1 ? row_bytes : row_bytes + 16;
 }
 
-template <class T, int kRowCount, int kColCount>
-struct SmemTile {
+template <class T, int kRowCount, int kColCount> struct SmemTile {
     using Element = T;
     static constexpr int kRows = kRowCount;
     static constexpr int kCols = kColCount;
@@ -42,7 +41,9 @@ struct SmemTile {
             asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address(row, col)) : "memory");
         } else {
             asm volatile("ld.shared.u16 %0, [%1];"
-                         : "=h"(x.bits) : "r"(address(row, col)) : "memory");
+                         : "=h"(x.bits)
+                         : "r"(address(row, col))
+                         : "memory");
         }
         return x;
     }
@@ -50,47 +51,74 @@ struct SmemTile {
     __device__ __forceinline__ void load_two(int row, int col, T (&x)[2]) const {
         if constexpr (sizeof(T) == 8) {
             asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
-                         : "=d"(x[0]), "=d"(x[1]) : "r"(address(row, col)) : "memory");
+                         : "=d"(x[0]), "=d"(x[1])
+                         : "r"(address(row, col))
+                         : "memory");
         } else {
-            static_assert(sizeof(T) == 4, "pairs of 16-bit elements are one register: see store_pair");
+            static_assert(sizeof(T) == 4,
+                          "pairs of 16-bit elements are one register: see store_pair");
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                         : "=f"(x[0]), "=f"(x[1]) : "r"(address(row, col)) : "memory");
+                         : "=f"(x[0]), "=f"(x[1])
+                         : "r"(address(row, col))
+                         : "memory");
         }
     }
     __device__ __forceinline__ void store(int row, int col, T x) const {
         if constexpr (sizeof(T) == 8) {
-            asm volatile("st.shared.f64 [%0], %1;" :: "r"(address(row, col)), "d"(x) : "memory");
+            asm volatile("st.shared.f64 [%0], %1;" ::"r"(address(row, col)), "d"(x) : "memory");
         } else if constexpr (sizeof(T) == 4) {
-            asm volatile("st.shared.f32 [%0], %1;" :: "r"(address(row, col)), "f"(x) : "memory");
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(row, col)), "f"(x) : "memory");
         } else {
-            asm volatile("st.shared.u16 [%0], %1;"
-                         :: "r"(address(row, col)), "h"(x.bits) : "memory");
+            asm volatile("st.shared.u16 [%0], %1;" ::"r"(address(row, col)), "h"(x.bits)
+                         : "memory");
         }
     }
     __device__ __forceinline__ void store_pair(int row, int col, u32 pair) const {
-        asm volatile("st.shared.u32 [%0], %1;" :: "r"(address(row, col)), "r"(pair) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address(row, col)), "r"(pair) : "memory");
     }
     // The 16 bytes that begin at column `col`, a multiple of 16 bytes.
     __device__ __forceinline__ uint4 load_piece(int row, int col) const {
         uint4 x;
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address(row, col)) : "memory");
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(address(row, col))
+                     : "memory");
         return x;
     }
 };
 
-// A pointer that all threads of a block share, kept in shared memory where registers are full. One thread sets it; a
-// barrier must follow before the first get().
-struct SharedPointer {
-    static constexpr int kBytes = 8;
+// A value of 8 or 16 bytes that all threads of a block share, kept in shared memory where registers
+// are full. One thread sets it; a barrier must follow before the first get().
+template <class T> struct SharedValue {
+    static_assert(sizeof(T) == 8 || sizeof(T) == 16, "one load");
+    static constexpr int kBytes = 16;
     u32 address;
 
-    template <class T> __device__ __forceinline__ void set(T* pointer) const {
-        asm volatile("st.shared.u64 [%0], %1;" :: "r"(address), "l"(pointer) : "memory");
+    union Words {
+        T value;
+        u32 x[4];
+        __device__ Words() : x{} {}
+    };
+    __device__ __forceinline__ void set(T value) const {
+        Words words;
+        words.value = value;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words.x[0]),
+                     "r"(words.x[1]), "r"(words.x[2]), "r"(words.x[3])
+                     : "memory");
     }
-    template <class T> __device__ __forceinline__ T* get() const {
-        T* pointer;
-        asm volatile("ld.shared.u64 %0, [%1];" : "=l"(pointer) : "r"(address) : "memory");
-        return pointer;
+    __device__ __forceinline__ T get() const {
+        Words words;
+        if constexpr (sizeof(T) == 8) {
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(words.x[0]), "=r"(words.x[1])
+                         : "r"(address)
+                         : "memory");
+        } else {
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(words.x[0]), "=r"(words.x[1]), "=r"(words.x[2]), "=r"(words.x[3])
+                         : "r"(address)
+                         : "memory");
+        }
+        return words.value;
     }
 };

@@ -1,0 +1,237 @@
+"""Backward by recomputation on CuPy arrays: up to four kernels in a row.
+
+delta   statistics of each row: rowsum(dout * out) - dlse, and lse
+stats   the same statistics anew where float rounding of lse would spoil exp(s - lse)
+main    dk, dv, and dq summed in accumulators
+cast    dq from its accumulators
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from .families import Access, choose
+from .launch_steps import (
+    BATCH_DIMS,
+    Step,
+    all_strides,
+    band_values,
+    check_aligned,
+    device_facts,
+    key_of,
+    outer,
+    pack_narrow,
+    pointer,
+    prepared,
+    scale_log2,
+    section_values,
+    shape_values,
+    width,
+)
+from .plan import ITEM_BYTES, Plan, round_up
+
+# Where |lse| is above this, float rounding of lse would cost exp(s - lse) accuracy that the dtype
+# has: backward then computes the row's maximum and sum again (kStats in fwd_portable.cu). Half an
+# ulp of lse is |lse| * 2**-25. With the wide types that is every row.
+LSE_THRESHOLD = {"float16": 512.0, "bfloat16": 512.0, "float32": -1.0, "float64": -1.0}
+
+
+class _Arrays(NamedTuple):
+    """What a backward pass reads and writes; dlse, dq, dk and dv may be None."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The kernels of one backward pass and the sizes of their workspaces."""
+
+    delta: Step
+    stats: Step
+    main: Step
+    cast: Step | None
+    rows: int  # batch * heads
+    stats_pitch: int
+    accum_values: int
+    flag_count: int
+
+
+def _wide(problem, array, dim: int) -> bool:
+    """Whether rows of ``dim`` elements start and end on 16 bytes."""
+    return array is None or (width(array) == 16 and dim % (16 // ITEM_BYTES[problem.dtype]) == 0)
+
+
+def _delta_step(problem, family, a: _Arrays, rows: int, stats_pitch: int) -> Step:
+    vector = all(_wide(problem, x, problem.head_dim_v) for x in (a.out, a.dout))
+    plan = family.delta_plan(problem, vector=vector, dlse=a.dlse is not None)
+    blocks = -(-stats_pitch // plan["kBlockRows"])
+    return Step.of(
+        plan,
+        blocks * rows,
+        *all_strides(problem, a.out, a.dout, a.lse, a.dlse),
+        *shape_values(problem, blocks),
+        stats_pitch,
+    )
+
+
+def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int) -> Step:
+    blocks = -(-problem.seqlen_q // plan["kBlockM"])
+    return Step.of(
+        plan,
+        blocks * plan["kSlices"] * rows,
+        *all_strides(problem, a.q, a.k, a.v, None, a.lse),
+        *shape_values(problem, blocks),
+        1,  # every head is a section
+        rows,
+        *band_values(problem),
+        scale_log2(problem),
+        stats_pitch,
+        LSE_THRESHOLD[problem.dtype],
+    )
+
+
+def _main_step(
+    problem, device, plan: Plan, a: _Arrays, rows: int, stats_pitch: int, accum_pitch: int
+) -> Step:
+    item = ITEM_BYTES[problem.dtype]
+    heads = rows // problem.group
+    blocks = -(-problem.seqlen_k // plan["kBlockN"])
+    # What the blocks of one key/value head stream through: q, dout and dq_accum of its group.
+    row_bytes = (problem.head_dim + problem.head_dim_v) * item + problem.head_dim * max(item, 4)
+    query_bytes = problem.group * problem.seqlen_q * row_bytes
+    return Step.of(
+        plan,
+        blocks * plan["kSlices"] * heads,
+        *all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
+        *shape_values(problem, blocks),
+        *section_values(problem, device, heads, query_bytes),
+        *band_values(problem),
+        scale_log2(problem),
+        problem.scale,
+        stats_pitch,
+        accum_pitch,
+        -(-problem.seqlen_q // plan["kBlockM"]),
+    )
+
+
+def _cast_step(problem, family, main: Plan, dq, rows: int, accum_pitch: int) -> Step:
+    pairs = width(dq) >= 2 * ITEM_BYTES[problem.dtype]
+    plan = family.cast_plan(problem, main, pair_store=pairs)
+    blocks = -(-problem.seqlen_q // plan["kBlockRows"])
+    return Step.of(
+        plan,
+        blocks * rows,
+        *all_strides(problem, dq),
+        *shape_values(problem, blocks),
+        problem.scale,
+        accum_pitch,
+    )
+
+
+def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
+    family, _ = choose(problem, device)
+    wide = _wide(problem, a.dk, problem.head_dim) and _wide(problem, a.dv, problem.head_dim_v)
+    access = Access(min(width(x) for x in (a.q, a.k, a.v, a.dout)), 16 if wide else 0)
+    main = family.backward_plan(
+        problem,
+        device,
+        access,
+        need_dq=a.dq is not None,
+        need_dkv=a.dk is not None,
+        deterministic=deterministic,
+        tile=tile,
+    )
+    stats = family.forward_plan(problem, device, access, stats=True)
+    block_m = main["kBlockM"]
+    num_m_blocks = -(-problem.seqlen_q // block_m)
+    rows = math.prod(problem.batch) * problem.num_heads
+    stats_pitch = round_up(problem.seqlen_q, max(block_m, 32))
+    accum_pitch = num_m_blocks * block_m * main["kAccumTiles"] * 8
+    cast = None
+    if a.dq is not None:
+        cast = _cast_step(problem, family, main, a.dq, rows, accum_pitch)
+    warps = main["kDqWarpsM"] * main["kDqWarpsD"]
+    return _Backward(
+        delta=_delta_step(problem, family, a, rows, stats_pitch),
+        stats=_stats_step(problem, stats, a, rows, stats_pitch),
+        main=_main_step(problem, device, main, a, rows, stats_pitch, accum_pitch),
+        cast=cast,
+        rows=rows,
+        stats_pitch=stats_pitch,
+        accum_values=rows * accum_pitch,
+        flag_count=rows * main["kSlices"] * num_m_blocks * warps,
+    )
+
+
+def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None) -> None:
+    """Attention backward by recomputation.
+
+    Parameters
+    ----------
+    problem : Problem
+    dout, out : cupy.ndarray (*batch, Hq, L, Dv)
+    q, k, v : as in :func:`cuflash.launch.forward`
+    lse, dlse : cupy.ndarray (*batch, Hq, L); dlse may be None
+    dq, dk, dv : cupy.ndarray or None
+        Shaped as q, k, v; written fully where given.
+    deterministic : bool
+        Sum dq over blocks of keys in a fixed order.
+    tile : families' Tile, optional
+        In place of the one the family would choose for the main kernel.
+
+    Raises
+    ------
+    ValueError, NotImplementedError, CompileError, OSError
+        As :func:`cuflash.launch.forward`.
+    """
+    if len(problem.batch) > BATCH_DIMS:
+        for inner, arrays in outer(problem, (dout, q, k, v, out, lse, dlse, dq, dk, dv)):
+            backward(inner, *arrays, deterministic, tile)
+        return
+    device_id = q.data.device_id
+    if (dk is None) != (dv is None):  # one kernel writes both
+        dk = cupy.empty(k.shape, k.dtype) if dk is None else dk
+        dv = cupy.empty(v.shape, v.dtype) if dv is None else dv
+    given = _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    read = pack_narrow(problem, dout, q, k, v)
+    a = _Arrays(*read, *given[4:])
+
+    def make():
+        check_aligned(**given._asdict())
+        return _steps(problem, device_facts(device_id), a, deterministic, tile)
+
+    steps = prepared((problem, device_id, tile, deterministic, key_of(given)), make)
+    _run(problem, device_id, steps, a)
+
+
+def _run(problem, device_id: int, steps: _Backward, a: _Arrays) -> None:
+    accum_type = np.float64 if problem.dtype == "float64" else np.float32
+    workspace = cupy.empty(3 * steps.rows * steps.stats_pitch, accum_type)
+    stats = workspace.data.ptr
+    accum = flags = ticket = 0
+    if steps.cast is not None:
+        accum_bytes = steps.accum_values * workspace.itemsize
+        zeroed = cupy.zeros(accum_bytes // 4 + steps.flag_count + 1, np.uint32)
+        accum = zeroed.data.ptr
+        flags, ticket = accum + accum_bytes, accum + accum_bytes + 4 * steps.flag_count
+
+    dout, q, k, v, out, lse, dlse, dq, dk, dv = map(pointer, a)
+    steps.delta.launch(device_id, out, dout, lse, dlse, stats)
+    steps.stats.launch(device_id, q, k, v, 0, lse, stats)
+    steps.main.launch(device_id, q, k, v, dout, dk, dv, accum, flags, ticket, stats)
+    if steps.cast is not None:
+        steps.cast.launch(device_id, accum, dq)

@@ -1,0 +1,82 @@
+"""Kernels built ahead of time: what is built, under which names, and what is refused."""
+
+import re
+
+import pytest
+
+from cuflash import ahead, jit
+from cuflash.__main__ import main
+from cuflash.families import portable
+
+ARCH = "sm_80"
+
+
+@pytest.fixture
+def nvrtc():
+    try:
+        return jit._nvrtc()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"needs NVRTC ({error})")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_compile_from_the_command_line(nvrtc, cache, capsys):
+    command = ["compile", "--arch", ARCH, "--dtype", "float16", "--head-dim", "16"]
+    assert main([*command, "--no-backward"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"fwd_portable sm_80 f16 head_dim 16, 16: \d+ registers, 0 bytes spilled", out)
+    assert re.search(r"fwd_portable sm_80 f16 head_dim 16, 16, band: \d+ registers", out)
+    files = sorted(cache.iterdir())
+    assert {path.suffix for path in files} == {".cubin"}
+    assert main([*command, "--no-backward"]) == 0
+    again = capsys.readouterr().out
+    assert again.count(": cached, ") == len(files) == out.count(" registers, ")
+    assert sorted(cache.iterdir()) == files
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm_90a", "sm_100a", "sm_80a"])
+def test_ahead_builds_what_the_device_will_ask_for(nvrtc, monkeypatch, name):
+    """Not by the name as given: a call on the device would never look for another one's files."""
+    built = []
+    monkeypatch.setattr(ahead, "build", lambda plan, arch: built.append((plan, arch)))
+    ahead.compile_ahead(name, ["float16"], [64])
+    capability = int(re.search(r"\d+", name).group())
+    assert {arch for _, arch in built} == {jit.architecture(*divmod(capability, 10))}
+    assert len(set(built)) == len(built)
+    kernels = {plan.kernel for plan, _ in built}
+    assert kernels == {"fwd_portable", "bwd_portable", "delta", "cast"}
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"arch": "sm_70"}, ValueError, "sm_70 is not one of"),
+        ({"arch": "gfx90a"}, ValueError, "gfx90a"),
+        ({"arch": 90}, ValueError, "90"),
+        ({"dtypes": "float16"}, TypeError, "dtypes='float16': it must be a sequence"),
+        ({"dtypes": ["int8"]}, ValueError, "dtypes: 'int8' is not one of"),
+        ({"head_dims": 64}, TypeError, "head_dims=64: it must be a sequence"),
+        ({"head_dims": [0]}, ValueError, "head_dims: 0 is not from 1 to 256"),
+        ({"head_dims": [64.0]}, TypeError, "head_dims: 64.0 is not an int"),
+        ({"head_dims_v": [64]}, ValueError, "1 values for 2 head_dims"),
+        ({"causal": True}, TypeError, "causal=True: it must be a sequence"),
+        ({"causal": ["top_left"]}, TypeError, "causal: 'top_left' is not a bool"),
+    ],
+)
+def test_ahead_refuses(monkeypatch, options, error, match):
+    monkeypatch.setattr(ahead, "build", lambda plan, arch: pytest.fail("built"))
+    with pytest.raises(error, match=match):
+        ahead.compile_ahead(**{"arch": ARCH, **options})
+
+
+def test_records_of_ptx_say_so():
+    record = ahead.Record(
+        portable.combine_plan("float16"), "compute_90", "x.ptx", 0.5, False, None, 0
+    )
+    assert "PTX" in str(record) and "None" not in str(record)

@@ -1,0 +1,313 @@
+"""Plans and parameters, without a GPU: structs against the C++ compiler, texts, the choice of
+families and tiles.
+"""
+
+import itertools
+import re
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash import families, jit, params, source
+from cuflash.families import Access, Device, choose, device_of, portable
+from cuflash.families.portable import Tile
+from cuflash.plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
+from cuflash.problem import Band, Problem
+
+HOPPER = replace(device_of(90), l2_bytes=50 << 20, name="a GPU")
+DTYPES = tuple(CPP_TYPES)
+
+
+def problem_of(dtype="float16", dim=64, dim_v=64, length=128, keys=None, **options):
+    keys = length if keys is None else keys
+    facts = dict(batch=(1,), num_heads=2, num_kv_heads=1, scale=0.125, band=None) | options
+    return Problem(
+        dtype=dtype, seqlen_q=length, seqlen_k=keys, head_dim=dim, head_dim_v=dim_v, **facts
+    )
+
+
+# structs ------------------------------------------------------------------------------------------
+
+
+def _sentinels(kinds):
+    """A distinct value for each place, and its bytes."""
+    for number, kind in enumerate(kinds):
+        _, code, count = params.KINDS[kind]
+        for n in range(count):
+            value = 0x51000000 + 256 * number + n
+            if code[-1] in "Pq":
+                value = value << 32 | value
+            value = float(value) if code == "d" else value
+            yield kind, n, value, struct.pack("@" + code[-1], value)
+
+
+def _offsets(table):
+    """Where the packer puts each field: found in its bytes, not computed as it does."""
+    kinds = [kind for _, kind in params.TABLES[table]]
+    places = list(_sentinels(kinds))
+    layout = params.layout(table)
+    values = [value for _, _, value, _ in places]
+    count = layout.num_pointers
+    packed = layout.scalar(layout.rest(*values[count:]), *values[:count])
+    pieces = bytes(packed.tobytes())
+    offsets = [pieces.index(piece) for _, n, _, piece in places if n == 0]
+    return dict(zip((name for name, _ in params.TABLES[table]), offsets, strict=True))
+
+
+@pytest.fixture
+def compiles():
+    """Asserts that NVRTC accepts a text; the test is skipped where there is none."""
+    try:
+        jit._nvrtc()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"needs NVRTC ({error})")
+    return lambda text: jit.compile_text(text, "check", "compute_80")
+
+
+def test_structs_are_those_of_the_compiler(compiles):
+    lines = [
+        source.unit("types.cuh"),
+        "static_assert(sizeof(Strides) == 48 && __builtin_offsetof(Strides, batch) == 0);",
+        "static_assert(__builtin_offsetof(Strides, head) == 24);",
+        "static_assert(__builtin_offsetof(Strides, row) == 32);",
+        "static_assert(__builtin_offsetof(Strides, col) == 40);",
+        f"static_assert(kBatchDims == {params.BATCH_DIMS});",
+    ]
+    for table in params.TABLES:
+        lines.append(f"namespace {table} {{ {params.text(table)}")
+        lines.append(f"static_assert(sizeof(Params) == {params.layout(table).size});")
+        lines += [
+            f'static_assert(__builtin_offsetof(Params, {name}) == {offset}, "{name}");'
+            for name, offset in _offsets(table).items()
+        ]
+        lines.append("}")
+    compiles("\n".join(lines))
+    with pytest.raises(jit.CompileError, match="wrong"):
+        compiles("\n".join(lines) + '\nstatic_assert(sizeof(combine::Params) == 1, "wrong");')
+
+
+def test_pointers_come_first(monkeypatch):
+    monkeypatch.setitem(params.TABLES, "mixed", [("q", "in"), ("n", "i32"), ("k", "in")])
+    with pytest.raises(ValueError, match="mixed: pointers must come first"):
+        params.Layout("mixed")
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_a_number_that_does_not_fit_its_field_raises(value):
+    """C9: nothing is cut to 32 bits in silence."""
+    with pytest.raises(struct.error):
+        params.layout("combine").rest(2**40, value, 64)
+
+
+def test_shared_memory_of_tiles_is_that_of_the_compiler(compiles):
+    lines = [source.unit("tile/smem_tile.cuh")]
+    for dtype in DTYPES:
+        for cols in range(16, 257, 16):
+            size = tile_bytes(32, cols, ITEM_BYTES[dtype])
+            tile = f"SmemTile<{CPP_TYPES[dtype]}, 32, {cols}>"
+            lines.append(f"static_assert({tile}::kBytes == {size});")
+    compiles("\n".join(lines))
+
+
+# plans --------------------------------------------------------------------------------------------
+
+_constants = st.lists(
+    st.tuples(
+        st.from_regex(r"k[A-Z][a-z]{1,5}", fullmatch=True),
+        st.one_of(st.booleans(), st.integers(-(2**31), 2**31 - 1), st.sampled_from(["f16", "u8"])),
+    ),
+    unique_by=lambda row: row[0],
+)
+
+
+def _read(text):
+    """The constants that a plan's text defines."""
+    rows = []
+    for line in text.splitlines()[1:-1]:
+        alias = re.fullmatch(r"    using (\w+) = (\w+);", line)
+        number = re.fullmatch(r"    static constexpr (bool|int) (\w+) = (-?\w+);", line)
+        if alias:
+            rows.append(alias.groups())
+        elif number.group(1) == "bool":
+            rows.append((number.group(2), {"true": True, "false": False}[number.group(3)]))
+        else:
+            rows.append((number.group(2), int(number.group(3))))
+    return tuple(rows)
+
+
+@given(_constants, _constants)
+def test_a_plans_text_says_all_of_it(first, second):
+    plans = [Plan("k", "combine", 32, 0, tuple(rows)) for rows in (first, second)]
+    for plan in plans:
+        text = plan.text()
+        assert text.startswith("struct Plan {\n") and text.endswith("};\n")
+        assert repr(_read(text)) == repr(plan.constants)  # repr: True and 1 differ
+        for name, value in plan.constants:
+            assert plan[name] == value and f"{name}={value}" in str(plan)
+    same = repr(plans[0].constants) == repr(plans[1].constants)
+    assert (plans[0].text() == plans[1].text()) == same
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4096))
+def test_round_up(value, multiple):
+    up = round_up(value, multiple)
+    assert up % multiple == 0 and value <= up < value + multiple
+
+
+# families -----------------------------------------------------------------------------------------
+
+
+def test_devices():
+    assert device_of(90) == Device(90, 232448, 233472, 132, name="sm_90")
+    assert device_of(75).smem_per_block == 64 * 1024
+    for capability in (70, 72, 91, 900, 0, -75):
+        with pytest.raises(ValueError, match=f"sm_{capability} is not one of sm_75, sm_80"):
+            device_of(capability)
+
+
+def test_choose_takes_the_first_that_does_not_reject(monkeypatch):
+    class Fast:
+        NAME = "fast"
+        reject = staticmethod(lambda problem, device: "it needs something else")
+
+    monkeypatch.setattr(families, "families", lambda: (Fast, portable))
+    assert choose(problem_of(), HOPPER) == (portable, [("fast", "it needs something else")])
+    old = Device(70, 96 * 1024, 96 * 1024, 80)
+    message = "fast: it needs something else; portable: it needs compute capability 7.5.* 7.0"
+    with pytest.raises(NotImplementedError, match=message):
+        choose(problem_of(), old)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 100))
+def test_first_fit(sizes, room):
+    device = Device(80, room, 200, 1)
+    fitting = [n for n, size in enumerate(sizes) if size <= room]
+    if fitting:
+        found = portable._first_fit(range(len(sizes)), sizes.__getitem__, device, "forward")
+        assert found == fitting[0]
+    else:
+        with pytest.raises(NotImplementedError, match=f"forward needs {sizes[-1]} bytes.*{room}"):
+            portable._first_fit(range(len(sizes)), sizes.__getitem__, device, "forward")
+
+
+def _backward_plan(problem, device, need_dq=True, tile=None):
+    return portable.backward_plan(
+        problem,
+        device,
+        Access(16, 16),
+        need_dq=need_dq,
+        need_dkv=True,
+        deterministic=True,
+        tile=tile,
+    )
+
+
+_tiles = st.builds(
+    Tile,
+    st.sampled_from([16, 32, 48, 64, 128, 256]),
+    st.sampled_from([16, 32, 64, 128]),
+    st.integers(1, 8),
+    st.just(1),
+)
+
+
+@given(_tiles, st.integers(1, 16).map(lambda n: 16 * n))
+def test_dq_warps_tile_the_block(tile, slice_dim):
+    """Every 16 x 16 piece of dQ belongs to one warp, all warps have the same number of pieces, and
+    no other division that fits uses more warps.
+    """
+    along_m, along_d = portable._dq_warps(tile, slice_dim)
+    assert 1 <= along_m * along_d <= tile.warps
+    rows, cols = tile.block_m // along_m, slice_dim // along_d
+    assert rows % 16 == 0 and cols % 16 == 0
+    owned = np.zeros((tile.block_m // 16, slice_dim // 16), int)
+    for warp in range(along_m * along_d):
+        m, d = warp % along_m, warp // along_m
+        owned[m * rows // 16 : (m + 1) * rows // 16, d * cols // 16 : (d + 1) * cols // 16] += 1
+    assert (owned == 1).all()
+    for m in range(1, tile.warps + 1):
+        for d in range(1, tile.warps + 1):
+            fits = tile.block_m % (16 * m) == 0 and slice_dim % (16 * d) == 0
+            assert not (fits and along_m * along_d < m * d <= tile.warps)
+
+
+@given(st.integers(1, 256), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_slices_cover_the_head_dimension(dim, slices, share):
+    tile = Tile(32, 64, 4, 1, 1, slices, share)
+    plan = _backward_plan(problem_of(dim=dim, dim_v=257 - dim), HOPPER, tile=tile)
+    for size, part in ((dim, plan["kSliceDim"]), (257 - dim, plan["kSliceDimV"])):
+        assert part % 16 == 0 and part * slices >= size
+        assert (part - 16 * share) * slices < size  # none smaller does
+    assert plan["kHeadDim"] == plan["kSliceDim"] * slices
+    assert plan["kAccumTiles"] * 8 == plan["kHeadDim"]
+
+
+# Up to which head dim each direction of a dtype runs on every device; the widest ones of the wide
+# types need a block of more than 64 (float32) or 99 KiB (float64) of shared memory.
+_EVERYWHERE = {"float16": (256, 256), "bfloat16": (256, 256), "float32": (256, 192)}
+_EVERYWHERE["float64"] = (192, 64)
+_ALL_FROM = {"float16": 64, "bfloat16": 64, "float32": 99, "float64": 163}  # KiB
+
+
+@pytest.mark.parametrize("capability", families._SMEM_KIB)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_head_dimension_has_tiles(capability, dtype):
+    """Bug 231: tiles come from the device's limit, and one that is too small says so."""
+    device = device_of(capability)
+    dims = (1, 16, 17, 64, 65, 100, 128, 129, 192, 200, 256)
+    for dim, dim_v, backward in itertools.product(dims, dims, (False, True)):
+        problem = problem_of(dtype, dim, dim_v)
+        try:
+            if backward:
+                plans = [_backward_plan(problem, device, need_dq) for need_dq in (False, True)]
+            else:
+                plans = [
+                    portable.forward_plan(problem, device, Access(16, 16), stats=stats)
+                    for stats in (False, True)
+                ]
+        except NotImplementedError as error:
+            assert re.search(r"ward in .* bytes of shared memory a block, the device", str(error))
+            assert device.smem_per_block < _ALL_FROM[dtype] * 1024
+            assert max(dim, dim_v) > _EVERYWHERE[dtype][backward]
+            continue
+        for plan in plans:
+            assert plan.smem_bytes == plan["kSmemBytes"] <= device.smem_per_block
+            assert plan.threads == 32 * plan["kWarps"]
+            together = plan["kBlocksPerSm"] * (plan.smem_bytes + 1024)
+            assert plan["kBlocksPerSm"] == 1 or together <= device.smem_per_sm
+            assert plan["kHeadDim"] >= dim and plan["kHeadDimV"] * plan["kSlices"] >= dim_v
+
+
+def test_numbers_of_a_call_do_not_make_a_new_kernel():
+    """Structure is compiled, numbers are passed."""
+    base = problem_of(length=256, band=Band(-256, 0))
+    plan = portable.forward_plan(base, HOPPER, Access(16, 16))
+    others = [{"scale": 3.0}, {"band": Band(-7, 9)}, {"seqlen_q": 511}, {"batch": (5, 2)}]
+    for change in [*others, {"num_heads": 8}, {"seqlen_k": 1}]:
+        assert portable.forward_plan(replace(base, **change), HOPPER, Access(16, 16)) == plan
+    for change in ({"scale": -1.0}, {"scale": 0.0}, {"band": None}, {"dtype": "bfloat16"}):
+        assert portable.forward_plan(replace(base, **change), HOPPER, Access(16, 16)) != plan
+
+
+# tuning -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tuning_tries_tiles_that_the_kernels_take(compiles, dtype, direction):
+    """The table's rows come first; a printed row is the tile again; nothing is tried twice."""
+    tune = pytest.importorskip("bench.tune")
+    options = ["--dtype", dtype, "--direction", direction, "--head-dim", "96", "--arch", "sm_80"]
+    setting = tune._setting(tune._parser().parse_args(options), None)
+    rows = tune.candidates(setting)
+    assert rows[0].from_table and any(not row.from_table for row in rows)
+    assert len({row.plan for row in rows}) == len(rows)
+    for row in rows:
+        assert row.plan == setting.plan(row.tile)
+        assert row.plan.smem_bytes <= setting.device.smem_per_block
+        printed = tune.render(setting, row)
+        assert eval(printed.split("#")[0].strip(" ,"), {"Tile": Tile}) == row.tile
