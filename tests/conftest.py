@@ -164,6 +164,8 @@ def pytest_collectreport(report):
 
 
 def pytest_runtest_logreport(report):
+    # With pytest-xdist the workers collect, and the controller sees their tests' reports only.
+    _SESSION.modules.add(Path(report.nodeid.split("::")[0]).name)
     if report.failed:
         _SESSION.counts["failed"] += 1
     elif report.skipped:
@@ -173,6 +175,8 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session, exitstatus):
+    if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist: the controller reports
+        return
     if CUPY is not None and not session.config.option.collectonly:
         _SESSION.chosen = [argument for argument in session.config.args if "::" in argument]
         record.SESSION.parent.mkdir(exist_ok=True)

@@ -184,14 +184,15 @@ def test_choose_takes_the_first_that_does_not_reject(monkeypatch):
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 100))
 def test_first_fit(sizes, room):
-    device = Device(80, room, 200, 1)
+    problem, device = problem_of(), Device(80, room, 200, 1)
+    table = dict.fromkeys(portable.FORWARD_TILES, range(len(sizes)))
     fitting = [n for n, size in enumerate(sizes) if size <= room]
+    pick = (table, problem, device, None, sizes.__getitem__)
     if fitting:
-        found = portable._first_fit(range(len(sizes)), sizes.__getitem__, device, "forward")
-        assert found == fitting[0]
+        assert portable._tile_of("forward", *pick) == (fitting[0], sizes[fitting[0]])
     else:
-        with pytest.raises(NotImplementedError, match=f"forward needs {sizes[-1]} bytes.*{room}"):
-            portable._first_fit(range(len(sizes)), sizes.__getitem__, device, "forward")
+        with pytest.raises(NotImplementedError, match=f"forward.*needs {sizes[-1]} bytes.*{room}"):
+            portable._tile_of("forward", *pick)
 
 
 def _backward_plan(problem, device, need_dq=True, tile=None):

@@ -1,4 +1,4 @@
-"""The kernel families and the choice between them: the first family that does not reject a problem runs it."""
+"""The kernel families and the choice between them: the first that can run a problem runs it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,25 @@ class Device:
     name: str = ""
 
 
-# Shared memory of a block and of an SM by compute capability (CUDA C++ Programming Guide, technical specifications):
-# what plans are made from when kernels are built ahead of time, without the device.
-_SMEM_KIB = {75: (64, 64), 80: (163, 164), 86: (99, 100), 87: (163, 164), 88: (99, 100), 89: (99, 100),
-             90: (227, 228), 100: (227, 228), 103: (227, 228), 107: (227, 228), 110: (227, 228), 120: (99, 100), 121: (99, 100)}
+# Shared memory of a block and of an SM in KiB, by compute capability (CUDA C++ Programming Guide,
+# technical specifications): what plans are made from when kernels are built ahead of time, without
+# the device.
+_SMALL, _MEDIUM, _LARGE = (99, 100), (163, 164), (227, 228)
+_SMEM_KIB = {
+    75: (64, 64),
+    80: _MEDIUM,
+    86: _SMALL,
+    87: _MEDIUM,
+    88: _SMALL,
+    89: _SMALL,
+    90: _LARGE,
+    100: _LARGE,
+    103: _LARGE,
+    107: _LARGE,
+    110: _LARGE,
+    120: _SMALL,
+    121: _SMALL,
+}
 
 
 def device_of(capability: int, num_sms: int = 132) -> Device:
@@ -40,9 +55,9 @@ def device_of(capability: int, num_sms: int = 132) -> Device:
 
 @dataclass(frozen=True)
 class Access:
-    """How the arrays of a call can be reached; structure, since a kernel's copy loops are compiled for it."""
+    """How the arrays of a call can be reached: structure, since copy loops are compiled for it."""
 
-    load_bytes: int  # widest piece (16, 8 or 4) that every row start and length of the inputs allows; 0: any strides
+    load_bytes: int  # widest piece (16, 8 or 4) at which every row of the inputs starts; 0: any
     store_bytes: int  # 16, or 0 for any strides
 
 
@@ -71,4 +86,5 @@ def choose(problem, device: Device):
         if reason is None:
             return family, rejections
         rejections.append((family.NAME, reason))
-    raise NotImplementedError("no kernel runs this problem: " + "; ".join(f"{n}: {r}" for n, r in rejections))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
+    raise NotImplementedError(f"no kernel runs this problem: {reasons}")

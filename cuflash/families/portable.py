@@ -1,4 +1,6 @@
-"""The portable family: mma.sync kernels for every GPU from compute capability 7.5 on, all dtypes, all strides."""
+"""The portable family: mma.sync kernels for every GPU from compute capability 7.5 on, all dtypes,
+all strides.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ NAME = "portable"
 
 @dataclass(frozen=True)
 class Tile:
-    """How one block cuts the problem: kBlockM queries, kBlockN keys, warps, ring stages, blocks wanted on an SM."""
+    """How one block cuts the problem: kBlockM queries, kBlockN keys, warps, ring stages, blocks
+    wanted on an SM.
+    """
 
     block_m: int
     block_n: int
@@ -22,8 +26,9 @@ class Tile:
     share: int = 1  # backward, 16-bit: warps that share their keys and divide queries and columns
 
 
-# Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's shared memory is
-# taken. Those of the first rows were measured (bench/tune.py); the ones after them serve smaller shared memories.
+# Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's
+# shared memory is taken. Those of the first rows were measured (bench/tune.py); the ones after them
+# serve smaller shared memories.
 FORWARD_TILES = {
     (2, 64): (Tile(128, 128, 4, 2, 2), Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1)),
     (2, 128): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -71,37 +76,54 @@ def _rows(table, problem):
     return table[ITEM_BYTES[problem.dtype], limit]
 
 
-def _first_fit(tiles, smem, device, what):
-    for tile in tiles:
-        if smem(tile) <= device.smem_per_block:
-            return tile
+def _tile_of(direction, table, problem, device, tile, smem) -> tuple[Tile, int]:
+    """The tile and its bytes of shared memory: ``tile`` itself, or the first row that fits."""
+    if tile is not None:
+        return tile, smem(tile)
+    tiles = _rows(table, problem)
+    for candidate in tiles:
+        if smem(candidate) <= device.smem_per_block:
+            return candidate, smem(candidate)
     raise NotImplementedError(
-        f"{what} needs {smem(tiles[-1])} bytes of shared memory a block, the device has {device.smem_per_block}")
+        f"{direction} in {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
+        f"{problem.head_dim_v} needs {smem(tiles[-1])} bytes of shared memory a block, the device "
+        f"has {device.smem_per_block}"
+    )
 
 
 def forward_smem(problem, tile: Tile, stats: bool) -> int:
-    """Bytes of shared memory of fwd_portable.cu: the ring, or the staged output that takes its place."""
+    """Bytes of shared memory of fwd_portable.cu: the ring, or the staged output in its place, and
+    three values of a block.
+    """
     item = ITEM_BYTES[problem.dtype]
     head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile)
-    stage = tile_bytes(tile.block_n, head_dim, item) + (0 if stats else tile_bytes(tile.block_n, head_dim_v, item))
+    stage = tile_bytes(tile.block_n, head_dim, item)
+    stage += 0 if stats else tile_bytes(tile.block_n, head_dim_v, item)
     inputs = tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
     return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 48
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
-    """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics, dS^T, two addresses."""
+    """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics,
+    dS^T, three values of a block and a turn for each warp.
+    """
     item = ITEM_BYTES[problem.dtype]
     head_dim = tile.slices * _sliced(problem.head_dim, tile)
     head_dim_v = tile.slices * _sliced(problem.head_dim_v, tile)
-    keys = tile_bytes(tile.block_n, head_dim, item) + tile_bytes(tile.block_n, head_dim_v, item)
-    stage = tile_bytes(tile.block_m, head_dim, item) + tile_bytes(tile.block_m, head_dim_v, item)
+    keys, stage = (
+        tile_bytes(rows, head_dim, item) + tile_bytes(rows, head_dim_v, item)
+        for rows in (tile.block_n, tile.block_m)
+    )
     stage += tile_bytes(3, tile.block_m, max(item, 4))
     scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
-    return keys + tile.stages * stage + tile_bytes(tile.block_n, tile.block_m, item) * scores + 48 + 16 * tile.warps
+    scores *= tile_bytes(tile.block_n, tile.block_m, item)
+    return keys + tile.stages * stage + scores + 48 + 16 * tile.warps
 
 
 def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:
-    """How the warps divide dQ, (along queries, along the head dimension): as many as fit, then the fewest bytes read."""
+    """How the warps divide dQ, (along queries, along the head dimension): as many as fit, then the
+    fewest bytes read.
+    """
     options = [
         (-m * d, d * tile.block_m + m * slice_dim, m, d)
         for m in range(1, tile.warps + 1) for d in range(1, tile.warps // m + 1)
@@ -115,14 +137,15 @@ def _blocks_per_sm(tile: Tile, smem: int, device) -> int:
 
 
 def _common(problem, tile):
+    tail = problem.seqlen_q % tile.block_m != 0 or problem.seqlen_k % tile.block_n != 0
     sign = (problem.scale > 0) - (problem.scale < 0)
     return [
         ("Element", CPP_TYPES[problem.dtype]),
         ("kTf32", problem.precision == "tf32"),
         ("kScaleSign", sign),
         ("kBand", problem.band is not None),
-        # Whether a sequence ends inside a block; with a band the masked bodies see to that in any case.
-        ("kTail", problem.band is None and (problem.seqlen_q % tile.block_m != 0 or problem.seqlen_k % tile.block_n != 0)),
+        # Whether a sequence ends inside a block; with a band the masked bodies see to that.
+        ("kTail", problem.band is None and tail),
     ]
 
 
@@ -138,32 +161,41 @@ def _tile_constants(tile: Tile, smem: int, device):
     ]
 
 
-def forward_plan(problem, device, access, *, stats: bool = False, tile: Tile | None = None) -> Plan:
-    """The plan of fwd_portable.cu. With ``stats`` the pass that refines row statistics for backward."""
-    if tile is None:
-        tile = _first_fit(_rows(FORWARD_TILES, problem), lambda t: forward_smem(problem, t, stats), device,
-                          f"forward in {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
-                          f"{problem.head_dim_v}")
-    smem = forward_smem(problem, tile, stats)
+def forward_plan(
+    problem, device, access, *, stats: bool = False, tile: Tile | None = None
+) -> Plan:
+    """The plan of fwd_portable.cu. With ``stats`` the pass that refines row statistics for
+    backward.
+    """
+    tile, smem = _tile_of(
+        "forward", FORWARD_TILES, problem, device, tile, lambda t: forward_smem(problem, t, stats)
+    )
     constants = _common(problem, tile) + [
         ("kHeadDim", _padded(problem.head_dim)),
         ("kHeadDimV", _sliced(problem.head_dim_v, tile)),
         *_tile_constants(tile, smem, device),
         ("kCopyBytes", access.load_bytes),
-        ("kStoreBytes", access.store_bytes),
+        ("kStoreBytes", 0 if stats else access.store_bytes),
         ("kStats", stats),
     ]
     return Plan("fwd_portable", "forward", 32 * tile.warps, smem, tuple(constants))
 
 
-def backward_plan(problem, device, access, *, need_dq: bool, need_dkv: bool, deterministic: bool,
-                  tile: Tile | None = None) -> Plan:
+def backward_plan(
+    problem,
+    device,
+    access,
+    *,
+    need_dq: bool,
+    need_dkv: bool,
+    deterministic: bool,
+    tile: Tile | None = None,
+) -> Plan:
     """The plan of bwd_portable.cu."""
-    if tile is None:
-        tile = _first_fit(_rows(BACKWARD_TILES, problem), lambda t: backward_smem(problem, t, need_dq), device,
-                          f"backward in {problem.dtype} with head_dim {problem.head_dim} and head_dim_v "
-                          f"{problem.head_dim_v}")
-    smem = backward_smem(problem, tile, need_dq)
+    def smem_of(tile):
+        return backward_smem(problem, tile, need_dq)
+
+    tile, smem = _tile_of("backward", BACKWARD_TILES, problem, device, tile, smem_of)
     slice_dim = _sliced(problem.head_dim, tile)
     slice_dim_v = _sliced(problem.head_dim_v, tile)
     along_m, along_d = _dq_warps(tile, slice_dim)
@@ -195,7 +227,11 @@ def _accum_vector(problem, device) -> bool:
 def delta_plan(problem, *, vector: bool, dlse: bool) -> Plan:
     """The plan of delta.cu."""
     constants = (
-        ("Element", CPP_TYPES[problem.dtype]), ("kWarps", 4), ("kBlockRows", 32), ("kVector", vector), ("kDlse", dlse),
+        ("Element", CPP_TYPES[problem.dtype]),
+        ("kWarps", 4),
+        ("kBlockRows", 32),
+        ("kVector", vector),
+        ("kDlse", dlse),
     )
     return Plan("delta", "delta", 128, 0, constants)
 
@@ -203,7 +239,9 @@ def delta_plan(problem, *, vector: bool, dlse: bool) -> Plan:
 def cast_plan(problem, backward: Plan, *, pair_store: bool) -> Plan:
     """The plan of cast.cu, which reads what ``backward`` accumulated."""
     constants = (
-        ("Element", CPP_TYPES[problem.dtype]), ("kThreads", 256), ("kBlockRows", 32),
+        ("Element", CPP_TYPES[problem.dtype]),
+        ("kThreads", 256),
+        ("kBlockRows", 32),
         ("kAccumTiles", backward["kAccumTiles"]), ("kAccumVector", backward["kAccumVector"]),
         ("kPairStore", pair_store),
     )
