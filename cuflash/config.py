@@ -3,7 +3,7 @@
 ================== ==============================================================================
 CUFLASH_CACHE_DIR  folder of the compiled kernels; default: the user's cache folder
 CUFLASH_NUM_THREADS threads of the NumPy path; default: the processors this process may use
-CUFLASH_DUMP_DIR   folder that receives the text of a kernel that failed to compile; default: none
+CUFLASH_DUMP_DIR   folder that receives the text of a kernel that failed to compile; default: the cache
 ================== ==============================================================================
 
 Each function reads its variable anew, so a change (in a test, say) takes effect at the next call.

@@ -16,6 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record  # noqa: E402  (beside this file)
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full-gate",
+        action="store_true",
+        help="test_compile.py builds every kernel, not a sample: hours",
+    )
+
+
 UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 

@@ -1,0 +1,288 @@
+"""The compile gate: every plan builds for its architecture without a spilled byte and without a
+warning. No GPU is needed, only NVRTC.
+
+A sample is built by default, chosen so that every dtype meets every architecture, pair of head
+dimensions and feature. `pytest tests/test_compile.py --full-gate` builds the whole product (hours).
+A build also proves plan.py's sums of shared memory: the kernels assert them statically.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import re
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, replace
+
+import pytest
+
+from cuflash import families, jit
+from cuflash.families import Access, choose, device_of
+from cuflash.plan import CPP_TYPES, Plan
+from cuflash.problem import Band, Problem
+
+WORKERS = 2
+CPU_SECONDS = 10  # of the compiler for one kernel; most take 1 to 4
+
+ARCHITECTURES = tuple(families._SMEM_KIB)
+SAMPLED_ARCHITECTURES = (75, 80, 86, 90, 120)
+DTYPES = tuple(CPP_TYPES)
+DIMS = ((64, 64), (128, 128), (256, 256), (40, 72), (17, 130), (192, 128))
+MASKS = ("band", "tail", "whole")
+PRECISIONS = {"float32": (None, "tf32")}
+NEEDS = ("all", "q", "kv")  # gradients of backward
+
+# Backward's tiles hold a block of queries and one of keys at full width, forward's one of each:
+# with wide types these exceed the shared memory of a block. (Capability, item bytes) to the largest
+# head_dim = head_dim_v, a multiple of 16, that runs.
+LARGEST_FORWARD = {(75, 8): 0}
+LARGEST_BACKWARD = {(75, 4): 0, (75, 8): 0}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kernel of the product: the values of all axes."""
+
+    capability: int
+    dtype: str
+    dims: tuple[int, int]
+    mask: str
+    copy_bytes: int
+    kind: str  # forward, stats; for backward which gradients and in which order
+
+    def problem(self) -> Problem:
+        length = 1000 if self.mask == "tail" else 1024  # tiles are powers of two
+        band = Band(-length, 0) if self.mask == "band" else None
+        head_dim, head_dim_v = self.dims
+        return Problem(
+            self.dtype, (1,), 4, 2, length, length, head_dim, head_dim_v, head_dim**-0.5, band
+        )
+
+    def plan(self) -> Plan:
+        """Raises NotImplementedError where the shared memory is too small."""
+        problem, device = self.problem(), device_of(self.capability)
+        family, _ = choose(problem, device)
+        access = Access(self.copy_bytes, 16 if self.copy_bytes == 16 else 0)
+        if self.kind in ("forward", "stats"):
+            return family.forward_plan(problem, device, access, stats=self.kind == "stats")
+        need, order = self.kind.split()
+        return family.backward_plan(
+            problem,
+            device,
+            access,
+            need_dq=need != "kv",
+            need_dkv=need != "q",
+            deterministic=order == "deterministic",
+        )
+
+
+FORWARD_KINDS = ("forward", "stats")
+BACKWARD_KINDS = tuple(
+    f"{need} {order}" for need in NEEDS for order in ("deterministic", "unordered")
+)
+
+
+def product(architectures, kinds) -> list[Point]:
+    axes = itertools.product(architectures, DTYPES, DIMS, MASKS, (16, 0), kinds)
+    return [Point(*values) for values in axes]
+
+
+def sample(points: list[Point], seed: int) -> list[Point]:
+    """A small part of `points` in which each dtype meets each value of every other axis."""
+
+    def meetings(point):
+        return {(point.dtype, axis, value) for axis, value in enumerate(astuple(point))}
+
+    def gain(point):
+        return len(meetings(point) & missing)
+
+    missing = set().union(*map(meetings, points))
+    points = random.Random(seed).sample(points, len(points))
+    chosen = []
+    while missing:
+        chosen.append(max(points, key=gain))
+        missing -= meetings(chosen[-1])
+    return chosen
+
+
+def small_plans(problem: Problem, family, device) -> list[Plan]:
+    """The kernels beside forward and backward."""
+    plans = [family.combine_plan(problem.dtype)]
+    plans += [
+        family.delta_plan(problem, vector=vector, dlse=dlse)
+        for vector, dlse in itertools.product((True, False), repeat=2)
+    ]
+    backward = family.backward_plan(
+        problem, device, Access(16, 16), need_dq=True, need_dkv=True, deterministic=True
+    )
+    plans += [family.cast_plan(problem, backward, pair_store=pair) for pair in (True, False)]
+    return plans
+
+
+# building -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the compiler said about one kernel."""
+
+    name: str
+    registers: int
+    spilled: int
+    warnings: tuple[str, ...]
+    cpu_seconds: float
+    error: str = ""
+
+    def faults(self) -> list[str]:
+        found = [self.error] if self.error else list(self.warnings)
+        if self.spilled:
+            found.append(f"{self.spilled} bytes spilled at {self.registers} registers")
+        if self.cpu_seconds > CPU_SECONDS:
+            found.append(f"{self.cpu_seconds:.1f} s to compile")
+        return found
+
+
+def compile_one(job: tuple[str, Plan, str]) -> Built:
+    """In a worker process. The cache is not used: a file in it has no log."""
+    name, plan, arch = job
+    text = jit.translation_unit(plan)
+    start = time.process_time()
+    try:
+        log = jit.compile_text(text, plan.kernel, arch)[1]
+    except jit.CompileError as error:
+        return Built(name, 0, 0, (), time.process_time() - start, f"{plan}: {error}"[:2000])
+    seconds = time.process_time() - start
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        return Built(name, 0, 0, (), seconds, f"the compiler's log names no registers: {log[:500]}")
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+    lines = [line.strip() for line in log.splitlines()]
+    warnings = tuple(x for x in lines if re.search(r"warning|performance", x, re.IGNORECASE))
+    return Built(name, int(registers.group(1)), spilled, warnings, seconds)
+
+
+def compile_all(jobs, progress=None) -> list[Built]:
+    """Build (name, plan, architecture) jobs, equal kernels once."""
+    jobs = list({(plan, arch): (name, plan, arch) for name, plan, arch in reversed(jobs)}.values())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        results = []
+        for built in pool.map(compile_one, reversed(jobs)):
+            results.append(built)
+            if progress is not None:
+                progress(built, len(results), len(jobs))
+    return results
+
+
+def check(results: list[Built]) -> None:
+    slowest = sorted(results, key=lambda built: -built.cpu_seconds)[:5]
+    total = sum(built.cpu_seconds for built in results)
+    print(f"{len(results)} kernels in {total:.0f} s of CPU time; the slowest:")
+    for built in slowest:
+        print(f"  {built.cpu_seconds:5.1f} s  {built.registers} registers  {built.name}")
+    bad = [f"{built.name}: {'; '.join(built.faults())}" for built in results if built.faults()]
+    if bad:
+        pytest.fail(f"{len(bad)} of {len(results)} kernels:\n" + "\n".join(bad), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    """CuPy's wrapper of the compiler; the test is skipped where there is none."""
+    try:
+        return jit._nvrtc()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"needs NVRTC ({error})")
+
+
+def known_architectures(nvrtc) -> list[int]:
+    return [capability for capability in nvrtc.getSupportedArchs() if capability >= 75]
+
+
+def jobs_of(points, known) -> list[tuple[str, Plan, str]]:
+    jobs = []
+    for point in points:
+        if point.capability not in known:
+            continue
+        try:
+            plan = point.plan()
+        except NotImplementedError:  # which these are is a test of its own
+            continue
+        tile = "x".join(str(plan[name]) for name in ("kBlockM", "kBlockN", "kWarps", "kStages"))
+        arch = jit.architecture(*divmod(point.capability, 10))
+        jobs.append((f"{point}, tile {tile}", plan, arch))
+    return jobs
+
+
+# tests --------------------------------------------------------------------------------------------
+
+
+def test_sample_meets_everything():
+    """The sample is what its comment says, and small."""
+    for kinds in (FORWARD_KINDS, BACKWARD_KINDS):
+        points = sample(product(SAMPLED_ARCHITECTURES, kinds), 0)
+        assert len(points) <= 30
+        met = Counter((p.dtype, p.capability) for p in points)
+        assert set(met) == set(itertools.product(DTYPES, SAMPLED_ARCHITECTURES))
+        assert {(p.dtype, p.dims) for p in points} == set(itertools.product(DTYPES, DIMS))
+        assert {(p.dtype, p.kind) for p in points} == set(itertools.product(DTYPES, kinds))
+        assert points == sample(product(SAMPLED_ARCHITECTURES, kinds), 0)
+
+
+@pytest.mark.parametrize("kinds", [FORWARD_KINDS, BACKWARD_KINDS], ids=["forward", "backward"])
+def test_kernels_build_clean(nvrtc, kinds, request, capsys):
+    """No spills, no warnings, and none takes long."""
+    full = request.config.getoption("--full-gate")
+    points = product(ARCHITECTURES, kinds)
+    if not full:
+        points = sample(product(SAMPLED_ARCHITECTURES, kinds), 0)
+
+    def progress(built, done, count):
+        if built.faults() or done % 100 == 0 or done == count:
+            with capsys.disabled():
+                print(f"\n{done}/{count} {built.name} {'; '.join(built.faults())}", end="")
+
+    jobs = jobs_of(points, known_architectures(nvrtc))
+    check(compile_all(jobs, progress if full else None))
+
+
+def test_small_kernels_build_clean(nvrtc):
+    """delta, cast and combine, for all dtypes; on Hopper and before, where additions differ."""
+    jobs = []
+    for capability, dtype in itertools.product((80, 90), DTYPES):
+        point = Point(capability, dtype, (72, 40), "whole", 16, "all deterministic")
+        device = device_of(capability)
+        family, _ = choose(point.problem(), device)
+        arch = jit.architecture(*divmod(capability, 10))
+        for plan in small_plans(point.problem(), family, device):
+            jobs.append((f"{plan} for {arch}", plan, arch))
+    check(compile_all(jobs))
+
+
+def test_every_architecture(nvrtc):
+    """A forward and a backward kernel for each architecture that the compiler knows, those that
+    are newer than this library too: they get the plans of the smallest shared memory.
+    """
+    jobs = []
+    for capability in known_architectures(nvrtc):
+        device = replace(device_of(75), capability=capability)
+        arch = jit.architecture(*divmod(capability, 10))
+        for kind in ("forward", "all deterministic"):
+            point = Point(capability, "float16", (32, 32), "band", 16, kind)
+            family, _ = choose(point.problem(), device)
+            if kind == "forward":
+                plan = family.forward_plan(point.problem(), device, Access(16, 16))
+            else:
+                plan = family.backward_plan(
+                    point.problem(),
+                    device,
+                    Access(16, 16),
+                    need_dq=True,
+                    need_dkv=True,
+                    deterministic=True,
+                )
+            jobs.append((f"{kind} for {arch}", plan, arch))
+    assert len(jobs) >= 2 * 6
+    check(compile_all(jobs))
