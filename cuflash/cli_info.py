@@ -34,7 +34,7 @@ def info(args):
                 f"{human(props['totalGlobalMem'])}"
             )
     folder = config.cache_dir()
-    kernels = list(folder.rglob("*.cubin"))
+    kernels = [path for suffix in ("cubin", "ptx") for path in folder.rglob(f"*.{suffix}")]
     size = human(sum(file.stat().st_size for file in kernels))
     print(f"cache     {folder}: {len(kernels)} kernels, {size}")
 
