@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record  # noqa: E402  (beside this file)
 
+
 def pytest_addoption(parser):
     parser.addoption(
         "--full-gate",

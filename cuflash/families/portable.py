@@ -27,30 +27,46 @@ class Tile:
 
 
 # Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's
-# shared memory is taken. Those of the first rows were measured (bench/tune.py); the ones after them
-# serve smaller shared memories.
+# shared memory is taken. The first rows of 16-bit types at 64 and 128 were measured
+# (bench/tune.py); the others are the largest that keep everything in registers
+# (tests/test_compile.py). Those after the first serve smaller blocks: 163 KiB on sm_80, 99 on sm_86
+# and sm_89, 64 on sm_75. Where none fits, 16 queries and 16 keys at full width are too many bytes.
 FORWARD_TILES = {
-    (2, 64): (Tile(128, 128, 4, 2, 2), Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1)),
-    (2, 128): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
-    (2, 256): (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
-    (4, 64): (Tile(64, 64, 4, 2, 2), Tile(64, 32, 4, 1)),
-    (4, 128): (Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 1), Tile(32, 32, 2, 1)),
-    (4, 256): (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
-    (8, 64): (Tile(64, 32, 4, 2, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
-    (8, 128): (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1), Tile(16, 16, 1, 1)),
-    (8, 256): (Tile(64, 16, 4, 1, 1, 2), Tile(32, 16, 2, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
+    (2, 64): (Tile(128, 128, 4, 2, 2), Tile(128, 64, 4, 2, 2)),
+    (2, 128): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
+    (2, 256): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
+    (4, 64): (Tile(64, 32, 4, 2, 2),),
+    (4, 128): (Tile(64, 16, 4, 2, 2), Tile(64, 16, 4, 1)),
+    (4, 192): (Tile(64, 16, 4, 2), Tile(64, 16, 4, 1), Tile(32, 16, 2, 1)),
+    (4, 256): (Tile(64, 16, 4, 2, 1, 2), Tile(64, 16, 4, 1, 1, 2), Tile(32, 16, 2, 1, 1, 2)),
+    (8, 64): (Tile(64, 16, 4, 2, 2), Tile(64, 16, 4, 1)),
+    (8, 96): (Tile(64, 16, 4, 2, 2), Tile(32, 16, 2, 1)),
+    (8, 128): (Tile(64, 16, 4, 2, 1, 2), Tile(64, 16, 4, 1, 1, 2), Tile(32, 16, 2, 1, 1, 2)),
+    (8, 192): (Tile(64, 16, 4, 2, 1, 2), Tile(32, 16, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+    (8, 256): (Tile(64, 16, 4, 1, 1, 4), Tile(32, 16, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
 }
 
 BACKWARD_TILES = {
-    (2, 64): (Tile(32, 128, 4, 2, 2), Tile(32, 64, 4, 1)),
-    (2, 128): (Tile(64, 128, 8, 2, 1, 1, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
-    (2, 256): (Tile(32, 64, 4, 2, 1, 2), Tile(32, 32, 2, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
-    (4, 64): (Tile(32, 64, 4, 2), Tile(32, 32, 2, 1), Tile(16, 16, 1, 1)),
-    (4, 128): (Tile(32, 64, 4, 2), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
-    (4, 256): (Tile(16, 64, 4, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
-    (8, 64): (Tile(32, 64, 4, 1), Tile(16, 32, 2, 1), Tile(16, 16, 1, 1)),
-    (8, 128): (Tile(16, 64, 4, 1, 1, 2), Tile(16, 16, 1, 1, 1, 2)),
-    (8, 256): (Tile(16, 32, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+    (2, 64): (Tile(32, 128, 4, 2, 2), Tile(32, 64, 4, 1, 2)),
+    (2, 128): (
+        Tile(64, 128, 8, 2, 1, 1, 2),
+        Tile(32, 64, 8, 2, 1, 1, 2),
+        Tile(32, 64, 8, 1, 1, 1, 2),
+    ),
+    (2, 192): (
+        Tile(64, 64, 8, 2, 1, 1, 2),
+        Tile(32, 64, 8, 2, 1, 1, 2),
+        Tile(32, 32, 4, 1, 1, 1, 2),
+    ),
+    (2, 256): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
+    (4, 64): (Tile(16, 64, 4, 2, 2), Tile(16, 64, 4, 1)),
+    (4, 128): (Tile(16, 64, 4, 2, 1, 2), Tile(16, 64, 4, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
+    (4, 256): (Tile(16, 64, 4, 1, 1, 4), Tile(16, 32, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+    (8, 64): (Tile(16, 64, 4, 2, 2, 2), Tile(16, 64, 4, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
+    (8, 96): (Tile(16, 64, 4, 1, 1, 3), Tile(16, 32, 2, 1, 1, 3), Tile(16, 16, 1, 1, 1, 3)),
+    (8, 128): (Tile(16, 64, 4, 1, 1, 4), Tile(16, 32, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+    (8, 192): (Tile(16, 32, 2, 1, 1, 8), Tile(16, 16, 1, 1, 1, 6)),
+    (8, 256): (Tile(16, 32, 2, 1, 1, 8), Tile(16, 16, 1, 1, 1, 8)),
 }
 
 
@@ -72,8 +88,8 @@ def _sliced(head_dim: int, tile: Tile) -> int:
 
 def _rows(table, problem):
     widest = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
-    limit = next(d for d in (64, 128, 256) if widest <= d)
-    return table[ITEM_BYTES[problem.dtype], limit]
+    item = ITEM_BYTES[problem.dtype]
+    return table[item, min(dim for size, dim in table if size == item and widest <= dim)]
 
 
 def _tile_of(direction, table, problem, device, tile, smem) -> tuple[Tile, int]:
