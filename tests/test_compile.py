@@ -288,7 +288,7 @@ def test_every_architecture(nvrtc):
         device = replace(device_of(75), capability=capability)
         arch = jit.architecture(*divmod(capability, 10))
         for kind in ("forward", "all deterministic"):
-            point = Point(capability, "float16", (32, 32), "band", 16, kind)
+            point = Point(capability, "float16", (64, 64), "whole", 16, kind)
             family, _ = choose(point.problem(), device)
             if kind == "forward":
                 plan = family.forward_plan(point.problem(), device, Access(16, 16))

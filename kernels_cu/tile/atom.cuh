@@ -27,17 +27,43 @@ __device__ __forceinline__ u32 ldmatrix_address(Tile tile, int row, int col) {
                         col + kPerPiece * (kDown ? second : first));
 }
 
+__device__ __forceinline__ void multiply_add(float& c, float a, float b) { c += a * b; }
+__device__ __forceinline__ void multiply_add(double& c, double a, double b) { c += a * b; }
+// Two products of bf16.
+__device__ __forceinline__ void multiply_add(float& c, u32 a, u32 b) {
+    c += __uint_as_float(a << 16) * __uint_as_float(b << 16);
+    c += __uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u);
+}
+
 // Without a tensor core for the type: every lane gathers the operands of its four sums with
-// shuffles.
-template <int kK, class Accum, class GetA, class GetB>
-__device__ __forceinline__ void mma_by_fma(Accum (&c)[4], GetA a, GetB b) {
-    const int quad = lane_id() & ~3, column = lane_id() % 4 * 2;
+// shuffles, a quarter of k from each lane of a quad. A call and a loop, since a kernel has hundreds
+// of these products: written out, one takes minutes to compile.
+template <class Accum> struct Sums {
+    Accum x[4];
+};
+template <class Accum, class A, class B>
+__device__ __noinline__ Sums<Accum> mma_by_fma(Sums<Accum> c, A a, B b) {
+    constexpr int kSteps = int(sizeof(B) / sizeof(b.x[0]));
+    const int quad = lane_id() & ~3, column = lane_id() % 4 * 8;
+#pragma unroll 1
+    for (int t = 0; t < 4; ++t) {
 #pragma unroll
-    for (int k = 0; k < kK; ++k) {
-        const Accum low = a(k, 0, quad), high = a(k, 1, quad);
-        const Accum left = b(k, 4 * column), right = b(k, 4 * column + 4);
-        c[0] += low * left, c[1] += low * right, c[2] += high * left, c[3] += high * right;
+        for (int i = 0; i < kSteps; ++i) {
+            const auto low = __shfl_sync(kFullWarp, a.x[2 * i], quad + t);
+            const auto high = __shfl_sync(kFullWarp, a.x[2 * i + 1], quad + t);
+            const auto left = __shfl_sync(kFullWarp, b.x[i], column + t);
+            const auto right = __shfl_sync(kFullWarp, b.x[i], column + 4 + t);
+            multiply_add(c.x[0], low, left), multiply_add(c.x[1], low, right);
+            multiply_add(c.x[2], high, left), multiply_add(c.x[3], high, right);
+        }
     }
+    return c;
+}
+template <class Accum, class A, class B>
+__device__ __forceinline__ void add_by_fma(Accum (&c)[4], const A& a, const B& b) {
+    const Sums<Accum> sums = mma_by_fma(Sums<Accum>{{c[0], c[1], c[2], c[3]}}, a, b);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) c[r] = sums.x[r];
 }
 
 // fp16 and bf16, sums in float.
@@ -85,18 +111,7 @@ template <class T> struct Atom16 {
             mma_m16n8k8_f16(c, a.x[0], a.x[1], b.x[0]);
             mma_m16n8k8_f16(c, a.x[2], a.x[3], b.x[1]);
         } else {
-            const auto half = [](u32 pair, int k) {
-                return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
-            };
-            mma_by_fma<kK>(
-                c,
-                [&](int k, int below, int quad) {
-                    return half(__shfl_sync(kFullWarp, a.x[k / 8 * 2 + below], quad + k % 8 / 2),
-                                k);
-                },
-                [&](int k, int row) {
-                    return half(__shfl_sync(kFullWarp, b.x[k / 8], row + k % 8 / 2), k);
-                });
+            add_by_fma(c, a, b);
         }
 #endif
     }
@@ -146,37 +161,33 @@ template <bool kTf32> struct Atom32 {
     }
     static __device__ __forceinline__ void mma(float (&c)[4], const A& a, const B& b) {
 #if __CUDA_ARCH__ >= 800
-        float a_high[4], a_finite[4], a_low[4], b_high[2], b_finite[2], b_low[2];
+        float a_high[4], a_low[4], b_high[2], b_low[2];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) split(a.x[r], a_high[r], a_finite[r], a_low[r]);
+        for (int r = 0; r < 4; ++r) split(a.x[r], a_high[r], a_low[r]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) split(b.x[r], b_high[r], b_finite[r], b_low[r]);
+        for (int r = 0; r < 2; ++r) split(b.x[r], b_high[r], b_low[r]);
         float part[4] = {};
         if constexpr (!kTf32) {
-            mma_m16n8k8_tf32(part, a_low, b_finite);
-            mma_m16n8k8_tf32(part, a_finite, b_low);
+            mma_m16n8k8_tf32(part, a_low, b_high);
+            mma_m16n8k8_tf32(part, a_high, b_low);
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                part[r] = fabsf(part[r]) <= __int_as_float(0x7f7fffff) ? part[r] : 0.f;
         }
         mma_m16n8k8_tf32(part, a_high, b_high);
 #pragma unroll
         for (int r = 0; r < 4; ++r) c[r] += part[r];
 #else
-        mma_by_fma<kK>(
-            c,
-            [&](int k, int below, int quad) {
-                return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4);
-            },
-            [&](int k, int row) { return __shfl_sync(kFullWarp, b.x[k / 4], row + k % 4); });
+        add_by_fma(c, a, b);
 #endif
     }
 
  private:
     // x = high + low. inf and NaN take part in the product of the high parts only: times a low
     // part, which may be zero, an infinity would become NaN.
-    static __device__ __forceinline__ void split(float x, float& high, float& finite, float& low) {
+    static __device__ __forceinline__ void split(float x, float& high, float& low) {
         high = round_tf32(x);
-        const bool is_finite = fabsf(high) <= __int_as_float(0x7f7fffff);
-        finite = is_finite ? high : 0.f;
-        low = is_finite ? round_tf32(x - high) : 0.f;
+        low = round_tf32(x - high);
     }
 };
 
@@ -235,12 +246,7 @@ struct Atom64 {
             mma_m8n8k4_f64(part[2], part[3], a.x[2 * i + 1], b.x[i]);
         }
 #else
-        mma_by_fma<kK>(
-            part,
-            [&](int k, int below, int quad) {
-                return __shfl_sync(kFullWarp, a.x[k / 4 * 2 + below], quad + k % 4);
-            },
-            [&](int k, int row) { return __shfl_sync(kFullWarp, b.x[k / 4], row + k % 4); });
+        add_by_fma(c, a, b);
 #endif
 #pragma unroll
         for (int r = 0; r < 4; ++r) c[r] += part[r];
