@@ -18,12 +18,17 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 
+import conftest
 import pytest
 
 from cuflash import families, jit
 from cuflash.families import Access, choose, device_of
 from cuflash.plan import CPP_TYPES, Plan
 from cuflash.problem import Band, Problem
+
+pytestmark = pytest.mark.skipif(
+    conftest.CUPY is not None, reason="a compiler and no GPU is all it needs: the CPU suite runs it"
+)
 
 WORKERS = 2
 CPU_SECONDS = 10  # of the compiler for one kernel; most take 1 to 4
