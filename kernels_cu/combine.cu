@@ -23,10 +23,12 @@ extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize)
             highest = lse > highest || lse != lse ? lse : highest;
         }
         const Accum base = highest == -infinity<Accum>() ? Accum(0) : highest;
+#pragma unroll 1
         for (int s = 0; s < p.count; ++s) sum += exp_of(lses[s * p.rows + row] - base);
         const Accum inverse = sum == 0 ? Accum(0) : 1 / sum;
         for (int col = lane; col < p.head_dim_v; col += kWarpSize) {
             Accum x = 0;
+#pragma unroll 1
             for (int s = 0; s < p.count; ++s) {
                 const Accum lse = lses[s * p.rows + row];
                 if (lse == -infinity<Accum>()) continue;  // whatever that part's out holds

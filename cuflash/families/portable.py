@@ -28,9 +28,10 @@ class Tile:
 
 # Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's
 # shared memory is taken. The first rows of 16-bit types at 64 and 128 were measured
-# (bench/tune.py); the others are the largest that keep everything in registers
-# (tests/test_compile.py). Those after the first serve smaller blocks: 163 KiB on sm_80, 99 on sm_86
-# and sm_89, 64 on sm_75. Where none fits, 16 queries and 16 keys at full width are too many bytes.
+# (bench/tune.py); the others are the largest, found by compiling alone, that keep everything in
+# registers (tests/test_compile.py), and not timed yet. Those after the first serve smaller blocks:
+# 163 KiB on sm_80, 99 on sm_86 and sm_89, 64 on sm_75. Where none fits, 16 queries and 16 keys at
+# full width are too many bytes.
 FORWARD_TILES = {
     (2, 64): (Tile(128, 128, 4, 2, 2), Tile(128, 64, 4, 2, 2)),
     (2, 128): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
