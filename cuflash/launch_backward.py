@@ -207,15 +207,19 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
         dk = cupy.empty(k.shape, k.dtype) if dk is None else dk
         dv = cupy.empty(v.shape, v.dtype) if dv is None else dv
     given = _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    read = pack_narrow(problem, dout, q, k, v)
-    a = _Arrays(*read, *given[4:])
+
+    def packed():
+        return _Arrays(*pack_narrow(problem, *given[:4]), *given[4:])
 
     def make():
         check_aligned(**given._asdict())
-        return _steps(problem, device_facts(device_id), a, deterministic, tile)
+        a = packed()
+        steps = _steps(problem, device_facts(device_id), a, deterministic, tile)
+        return steps, any(x is not y for x, y in zip(a, given))
 
-    steps = prepared((problem, device_id, tile, deterministic, key_of(given)), make)
-    _run(problem, device_id, steps, a)
+    key = (problem, device_id, tile, deterministic, key_of(given))
+    steps, narrow = prepared(key, make)
+    _run(problem, device_id, steps, packed() if narrow else given)
 
 
 def _run(problem, device_id: int, steps: _Backward, a: _Arrays) -> None:

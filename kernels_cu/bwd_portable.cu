@@ -100,14 +100,14 @@ struct Backward {
     const BlockWork work;  // head counts key/value heads
     const u32 smem;
     const int first_key, warp_row;
-    const int
-        share;  // which part of the queries, then of the columns, this warp takes for its keys
+    // Which part of the queries, then of the columns, this warp takes for its keys.
+    const int share;
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
     bool k_dirty = false;  // k holds inf or NaN
-    bool q_dirty = false,
-         dout_dirty = false;  // so did one of theirs that was masked; they were replaced by zero
-    u32 head;                 // the query head of the current step
+    // So did a masked block of theirs: they were replaced by zero.
+    bool q_dirty = false, dout_dirty = false;
+    u32 head;  // the query head of the current step
     const Turn<kOrdered> turn;
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
@@ -378,8 +378,10 @@ struct Backward {
             if constexpr (Plan::kNeedDkv)
                 accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
             to_ds(ds, weights, m_block, stage, masked);
-            if constexpr (Plan::kNeedDq) store_fragment(ds_tile(), ds, warp_row);
-            if constexpr (Plan::kNeedDq) __syncthreads();
+            if constexpr (Plan::kNeedDq) {
+                store_fragment(ds_tile(), ds, warp_row);
+                __syncthreads();
+            }
         } else {
             store_fragment(weights_tile(), weights, warp_row, share * kQueries);
             to_ds(ds, weights, m_block, stage, masked);
