@@ -11,7 +11,7 @@ from dense import ROUNDOFF, Oracle, compare, heads_first, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import attend, backward, check, differentiate, forward, same_bits, to_numpy
-from strategies import LENGTHS, Case, bands, cases, place
+from strategies import DTYPES, LENGTHS, Case, bands, cases, place
 
 import cuflash
 
@@ -23,13 +23,14 @@ def examples(share):
     return settings(max_examples=max(1, round(settings.default.max_examples * share)))
 
 
-@examples(2)
-@given(case=cases(), dlse=st.booleans())
-def test_equals_reference(home, case, dlse):
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples(0.5)
+@given(data=st.data())
+def test_equals_reference(home, dtype, data):
     """Forward and backward against the float64 reference: any shape, stride, dtype and band (C15,
     C7, C2).
     """
-    check(home, case, dlse=dlse)
+    check(home, data.draw(cases(dtypes=(dtype,))), dlse=data.draw(st.booleans()))
 
 
 @examples(0.5)
