@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import config, params, source
+from . import config, params, source, wgmma
 from .plan import Plan
 
 SCHEMA = 1
@@ -100,15 +100,18 @@ def translation_unit(plan: Plan) -> str:
     """What NVRTC compiles: the types, this plan's constants and parameters, then the kernel with
     its includes.
     """
-    size = params.layout(plan.params).size
+    layout = params.layout(plan.params)
+    size, maps = layout.size, layout.num_maps > 0
     parts = [
         source.unit("types.cuh"),
+        *([source.unit("ptx/tma.cuh", skip=("types.cuh",))] if maps else []),
         '#line 1 "params.py"',
         params.text(plan.params),
         '#line 1 "plan.py"',
         plan.text(),
+        *wgmma.overloads(plan),
         f'static_assert(sizeof(Params) == {size}, "params.py packs this struct");',
-        source.unit(f"{plan.kernel}.cu", skip=("types.cuh",)),
+        source.unit(f"{plan.kernel}.cu", skip=("types.cuh", *(["ptx/tma.cuh"] if maps else []))),
     ]
     return "\n".join(parts)
 

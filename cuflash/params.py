@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from .plan import round_up
+
 BATCH_DIMS = 3  # kBatchDims in kernels_cu/types.cuh
 STRIDES = BATCH_DIMS + 3
 
@@ -24,6 +26,7 @@ KINDS = {
     "f64": ("double {}", "d", 1),
     "strides": ("Strides {}", f"{STRIDES}q", STRIDES),
     "sizes": (f"i32 {{}}[{BATCH_DIMS}]", f"{BATCH_DIMS}i", BATCH_DIMS),
+    "map": ("TensorMap {}", "128s", 1),
 }
 
 _SHAPE = [
@@ -42,7 +45,7 @@ _BAND = [("band_lo", "i32"), ("band_hi", "i32")]
 # (attn/stats.cuh), delta.
 _STATS = ("stats", "out")
 
-# Pointers come first: a launch that differs from an earlier one in its arrays only packs these
+# Tensor maps come first, then pointers: a launch that differs from an earlier one in its arrays only packs these
 # anew.
 TABLES = {
     "forward": [
@@ -63,6 +66,23 @@ TABLES = {
         ("scale_log2", "f64"),
         ("stats_pitch", "i64"),
         ("lse_threshold", "f64"),
+    ],
+    "forward_sm90": [
+        ("q_map", "map"),
+        ("k_map", "map"),
+        ("v_map", "map"),
+        ("v", "in"),
+        ("out", "out"),
+        ("lse", "out"),
+        ("ticket", "out"),
+        ("v_strides", "strides"),
+        ("out_strides", "strides"),
+        ("lse_strides", "strides"),
+        *_SHAPE,
+        *_SECTION,
+        ("num_work", "u32"),
+        *_BAND,
+        ("scale_log2", "f64"),
     ],
     "backward": [
         ("q", "in"),
@@ -130,18 +150,24 @@ def text(table: str) -> str:
 
 
 class Layout:
-    """The bytes of one table's struct: pointers in front, then everything else.
+    """The bytes of one table's struct: tensor maps in front, pointers, then everything else.
 
     Attributes
     ----------
     size : int
         sizeof(Params).
+    num_maps : int
+        How many tensor maps :meth:`scalar` takes.
     num_pointers : int
         How many values :meth:`scalar` takes.
     """
 
     def __init__(self, table: str):
         kinds = [kind for _, kind in TABLES[table]]
+        self.num_maps = kinds.count("map")
+        if "map" in kinds[self.num_maps :]:
+            raise ValueError(f"table {table}: tensor maps must come first")
+        kinds = kinds[self.num_maps :]
         self.num_pointers = sum(kind in ("in", "out") for kind in kinds)
         if any(kind in ("in", "out") for kind in kinds[self.num_pointers :]):
             raise ValueError(f"table {table}: pointers must come first")
@@ -150,16 +176,20 @@ class Layout:
         # alignment.
         rest = "".join(KINDS[kind][1] for kind in kinds[self.num_pointers :])
         self._rest = struct.Struct(f"@{rest}0q")
-        self.size = self._pointers.size + self._rest.size
+        # A tensor map lies on a multiple of 64 bytes, and so does the struct's end.
+        size = 128 * self.num_maps + self._pointers.size + self._rest.size
+        self.size = round_up(size, 64) if self.num_maps else size
+        self._end = bytes(self.size - size)
         self._dtype = np.dtype(f"V{self.size}")
 
     def rest(self, *values) -> bytes:
         """All values after the pointers, flat and in the table's order."""
         return self._rest.pack(*values)
 
-    def scalar(self, rest: bytes, *pointers: int) -> np.void:
+    def scalar(self, rest: bytes, *pointers: int, maps: bytes = b"") -> np.void:
         """The struct as one scalar, which a launch passes by value."""
-        return np.frombuffer(self._pointers.pack(*pointers) + rest, self._dtype)[0]
+        whole = maps + self._pointers.pack(*pointers) + rest + self._end
+        return np.frombuffer(whole, self._dtype)[0]
 
 
 @lru_cache(maxsize=None)

@@ -25,6 +25,8 @@ class Plan:
     constants: tuple[
         tuple[str, int | bool | str], ...
     ]  # in the order of the text; a str is a C++ type
+    # The warpgroup products that the kernel calls: (columns, a in registers, b transposed).
+    products: tuple[tuple[int, bool, bool], ...] = ()
 
     def text(self) -> str:
         """The C++ definition of ``struct Plan``."""

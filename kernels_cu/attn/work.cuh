@@ -15,14 +15,15 @@ template <int kSlices> struct Work {
     u32 head;
     u32 batch;
 
-    // num_heads of a batch entry; num_sectioned is how many of all heads lie in whole sections.
+    // num_heads of a batch entry; num_sectioned is how many of all heads lie in whole sections;
+    // num_work is how many pieces there are.
     __device__ __forceinline__ Work(u32 index, u32 num_blocks, u32 num_heads, u32 section,
-                                    u32 num_sectioned) {
+                                    u32 num_sectioned, u32 num_work = gridDim.x) {
         slice = int(index % kSlices);
         index /= kSlices;
         u32 first = index / (num_blocks * section) * section;
         const u32 size =
-            first < num_sectioned ? section : gridDim.x / (kSlices * num_blocks) - num_sectioned;
+            first < num_sectioned ? section : num_work / (kSlices * num_blocks) - num_sectioned;
         index -= first * num_blocks;
         block = int(index / size);
         const u32 outer = first + index % size;

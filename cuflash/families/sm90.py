@@ -1,0 +1,91 @@
+"""The Hopper family: TMA and wgmma for 16-bit types on compute capability 9.0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..plan import CPP_TYPES, Plan, round_up, tile_bytes
+
+NAME = "sm90"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one block cuts the problem: kBlockM queries, 64 for each consumer warpgroup, kBlockN keys,
+    ring stages.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+
+
+# By largest padded head dimension.
+FORWARD_TILES = {
+    64: Tile(192, 128, 3),
+    128: Tile(192, 80, 3),
+    256: Tile(128, 80, 2),
+}
+
+# Registers a thread of the producer and of the consumers, by the number of consumer warpgroups: all
+# of an SM's 65,536 divided.
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
+
+
+def reject(problem, device) -> str | None:
+    """Why this family cannot run the problem, or None."""
+    if device.capability != 90:
+        return f"it needs compute capability 9.0, the device has {device.capability / 10}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"it multiplies 16-bit types, not {problem.dtype}"
+    if len(problem.batch) > MAX_BATCH_DIMS:
+        return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
+    return None
+
+
+def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
+    """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
+    panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
+    q = tile.block_m * panel
+    ring = tile.stages * tile.block_n * (panel + panel_v)
+    out = tile_bytes(tile.block_m, round_up(problem.head_dim_v, 16), 2)
+    barriers = 8 * (4 + 4 * tile.stages) + 16 + 1024
+    apart = q + ring + out + barriers
+    if apart <= 227 * 1024:
+        return apart, False
+    return max(q, round_up(out, 1024)) + ring + barriers, True
+
+
+def forward_plan(problem, device, access, *, dynamic: bool, tile: Tile | None = None) -> Plan:
+    """The plan of fwd_sm90.cu."""
+    head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
+    if tile is None:
+        widest = max(head_dim, head_dim_v)
+        tile = FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
+    smem, out_in_q = forward_smem(problem, tile)
+    consumers = tile.block_m // 64
+    producer_registers, consumer_registers = REGISTERS[consumers]
+    sign = (problem.scale > 0) - (problem.scale < 0)
+    constants = (
+        ("Element", CPP_TYPES[problem.dtype]),
+        ("kScaleSign", sign),
+        ("kBand", problem.band is not None),
+        ("kTail", problem.band is None and problem.seqlen_k % tile.block_n != 0),
+        ("kHeadDim", head_dim),
+        ("kHeadDimV", head_dim_v),
+        ("kBlockM", tile.block_m),
+        ("kBlockN", tile.block_n),
+        ("kStages", tile.stages),
+        ("kOutInQ", out_in_q),
+        ("kDynamic", dynamic),
+        ("kProducerRegisters", producer_registers),
+        ("kConsumerRegisters", consumer_registers),
+        ("kSmemBytes", smem),
+        ("kStoreBytes", access.store_bytes),
+    )
+    products = ((tile.block_n, False, False), (head_dim_v, True, True))
+    return Plan(
+        "fwd_sm90", "forward_sm90", 128 * (consumers + 1), smem, constants, products
+    )
