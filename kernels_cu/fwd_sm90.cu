@@ -68,7 +68,7 @@ inline constexpr int kRing = Plan::kOutInQ ? max_of(kQBytes, (kOBytes + 1023) / 
 inline constexpr int kRingEnd = kRing + Plan::kStages * (kKBytes + kVBytes);
 inline constexpr int kBarriers = kRingEnd + (Plan::kOutInQ ? 0 : kOBytes);
 inline constexpr int kNumBarriers = 4 + 4 * Plan::kStages;
-static_assert(kBarriers + 8 * kNumBarriers + 16 + 1024 == Plan::kSmemBytes,
+static_assert(kBarriers + 8 * kNumBarriers + 16 + 32 * kConsumerWarps + 1024 == Plan::kSmemBytes,
               "families/sm90.py's sum is this one");
 
 using Scores = Fragment<float, 1, Plan::kBlockN / 8>;
@@ -99,6 +99,7 @@ struct Shared {
         return barrier(4 + 3 * Plan::kStages + stage);
     }
     __device__ __forceinline__ u32 next_work() const { return barrier(kNumBarriers); }
+    __device__ __forceinline__ u32 ranges() const { return barrier(kNumBarriers) + 16; }
 
     __device__ __forceinline__ void init() const {
         for (int n = 0; n < kNumBarriers; ++n) {
@@ -123,8 +124,9 @@ __device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
     if constexpr (Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
     return work;
 }
-__device__ __forceinline__ BlockRange keys_of(const Params& p, int first_row) {
-    const int last_row = min_of(first_row + Plan::kBlockM, p.seqlen_q) - 1;
+// The blocks of keys that `rows` rows of queries see.
+__device__ __forceinline__ BlockRange keys_of(const Params& p, int first_row, int rows) {
+    const int last_row = min_of(first_row + rows, p.seqlen_q) - 1;
     return band_range<Plan::kBand>(first_row, last_row, p.band_lo, p.band_hi, Plan::kBlockN,
                                    p.seqlen_k);
 }
@@ -168,7 +170,7 @@ struct Producer {
         for (u32 index = blockIdx.x; index < p.num_work;) {
             const Work<1> w = work_of(p, index);
             const int first_row = w.block * Plan::kBlockM;
-            const BlockRange range = keys_of(p, first_row);
+            const BlockRange range = keys_of(p, first_row, Plan::kBlockM);
             const bool any = range.begin < range.end;
             if (any) load_k(w, range.end - 1);
             mbarrier_wait(smem.q_empty(), q_phase ^ 1);
@@ -207,7 +209,7 @@ struct Consumer {
     const Shared smem;
     const int thread;  // among all consumers
     Cursor k_cursor, v_cursor;
-    Softmax<float, 1> softmax;
+    Softmax<float, 1, Plan::kFused> softmax;
     float factor[2];
     bool rescale;  // O must be multiplied by factor before the next P V
     bool dirty;    // v held inf or NaN in a masked block, which were replaced by zero
@@ -238,17 +240,17 @@ struct Consumer {
         k_cursor.next();
     }
 
-    // O += P V, started; `first`: O = P V.
-    __device__ __forceinline__ void start_output(Output& o, bool first, bool masked) {
+    // O += P V, started.
+    __device__ __forceinline__ void start_output(Output& o, int n) {
         mbarrier_wait(smem.v_full(v_cursor.stage), v_cursor.phase);
         if constexpr (Plan::kBand)
-            if (masked) replace_nonfinite();
+            if (is_masked(block_range().get(), n)) replace_nonfinite();
         float(&c)[Plan::kHeadDimV / 2] = reinterpret_cast<float(&)[Plan::kHeadDimV / 2]>(o.x);
         const u64 v = matrix_descriptor(smem.v(v_cursor.stage), kKeyPanel);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Plan::kBlockN / 16; ++step)
-            wgmma(c, weights[step], advance(v, step * 16 * kPanelBytes), step > 0 || !first);
+            wgmma(c, weights[step], advance(v, step * 16 * kPanelBytes), true);
         wgmma_commit_group();
     }
     __device__ __forceinline__ void release_v() {
@@ -285,10 +287,11 @@ struct Consumer {
         consumers_any(false);
     }
 
-    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int first_row, int n_block,
-                                                         bool masked) const {
+    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int first_row,
+                                                         int n_block) const {
         apply_scale_sign<Plan::kScaleSign>(s);
-        if (!masked) return;
+        if constexpr (!Plan::kBand && !Plan::kTail) return;
+        if (!is_masked(own_range().get(), n_block)) return;
         const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
         s.for_each(opaque(first_row + warp_row()), n_block * Plan::kBlockN,
                    [&](float& x, int i, int j) { x = visible(i, j) ? x : -infinity<float>(); });
@@ -309,41 +312,91 @@ struct Consumer {
                                            s.x[0][2 * step + r / 2][r % 2 * 2 + 1]);
     }
 
-    __device__ __forceinline__ void compute(Output& o, int first_row, const BlockRange& range) {
-        const auto masked = [&](int n) {
-            return (Plan::kBand || Plan::kTail) && (n >= range.full_end || n < range.full_begin);
-        };
-        int n = range.end - 1;
+    // A block of keys of which this warpgroup's rows see none.
+    __device__ __forceinline__ void skip(int n) {
+        mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
+        release_k();
+        mbarrier_wait(smem.v_full(v_cursor.stage), v_cursor.phase);
+        if (is_masked(block_range().get(), n)) replace_nonfinite();
+        release_v();
+    }
+
+    // The keys that the block's rows see, and those that this warpgroup's do: a pair for each warp in
+    // shared memory, registers are full.
+    __device__ __forceinline__ SharedValue<BlockRange> block_range() const {
+        return {smem.ranges() + thread / kWarpSize * 32};
+    }
+    __device__ __forceinline__ SharedValue<BlockRange> own_range() const {
+        return {smem.ranges() + thread / kWarpSize * 32 + 16};
+    }
+    static __device__ __forceinline__ bool is_masked(const BlockRange& range, int n) {
+        return (Plan::kBand || Plan::kTail) && (n >= range.full_end || n < range.full_begin);
+    }
+    __device__ __forceinline__ void set_ranges(const BlockRange& range, int first_row) const {
+        if constexpr (Plan::kBand || Plan::kTail) {
+            BlockRange own = range;
+            if constexpr (Plan::kBand && Plan::kSkip) {
+                const int first = first_row + thread / kWarpgroupSize * 64;
+                own = keys_of(p, first, 64);
+                if (first >= p.seqlen_q || own.begin >= own.end) own.begin = own.end = range.begin;
+            }
+            if (lane_id() == 0) block_range().set(range), own_range().set(own);
+            __syncwarp();
+        }
+    }
+
+    __device__ __forceinline__ void compute(Output& o, int first_row, int n, int begin) {
         {
             Scores s;
             start_scores(s);
             wgmma_wait_group<0>();
             release_k();
-            apply_score_and_mask(s, first_row, n, masked(n));
+            apply_score_and_mask(s, first_row, n);
             update_softmax(s);
             round_weights(s);
         }
-        bool first = true;
-        for (; n > range.begin; --n) {
+        for (; n > begin; --n) {
             Scores s;
             start_scores(s);
             rescale_output(o);
-            start_output(o, first, masked(n));
-            first = false;
+            start_output(o, n);
             wgmma_wait_group<1>();
             release_k();
-            apply_score_and_mask(s, first_row, n - 1, masked(n - 1));
+            apply_score_and_mask(s, first_row, n - 1);
             update_softmax(s);
             wgmma_wait_group<0>();
             release_v();
             round_weights(s);
         }
         rescale_output(o);
-        start_output(o, first, masked(n));
+        start_output(o, n);
         wgmma_wait_group<0>();
         release_v();
     }
+    __device__ __forceinline__ void compute_all(Output& o, int first_row, const BlockRange& range) {
+        set_ranges(range, first_row);
+        if constexpr (Plan::kBand && Plan::kSkip) {
+            for (int n = block_range().get().end - 1; n >= own_range().get().end; --n) skip(n);
+            const BlockRange own = own_range().get();
+            if (own.begin < own.end) compute(o, first_row, own.end - 1, own.begin);
+            for (int n = own_range().get().begin - 1; n >= block_range().get().begin; --n) skip(n);
+        } else {
+            compute(o, first_row, range.end - 1, range.begin);
+        }
+    }
 
+    // What replace_nonfinite took away, to the rows that see it.
+    __device__ __forceinline__ void restore(const OTile& tile, const Work<1>& w,
+                                            int first_row) const {
+        const T* start =
+            head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group);
+        const Rows<const T> rows(start, p.v_strides, p.seqlen_k, p.head_dim_v);
+        const BlockRange range = block_range().get();
+        restore_nonfinite(tile, first_row + warp_row(), rows, range.begin * Plan::kBlockN,
+                          range.end * Plan::kBlockN,
+                          Mask<true>{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k});
+        __syncwarp();
+    }
     __device__ __forceinline__ void store(Output& o, const Work<1>& w, int first_row) {
         softmax.finish();
         if (p.lse != nullptr && lane_id() % 4 == 0) {
@@ -359,6 +412,8 @@ struct Consumer {
         const OTile tile{smem.out() + thread / kWarpSize * OTile::kBytes};
         store_fragment(tile, o, 0);
         __syncwarp();
+        if constexpr (Plan::kBand)
+            if (dirty) restore(tile, w, first_row);
         T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
         store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows, first_row + warp_row(), lane_id());
@@ -370,28 +425,15 @@ struct Consumer {
         for (u32 index = blockIdx.x; index < p.num_work;) {
             const Work<1> w = work_of(p, index);
             const int first_row = w.block * Plan::kBlockM;
-            const BlockRange range = keys_of(p, first_row);
+            const BlockRange range = keys_of(p, first_row, Plan::kBlockM);
             const bool any = range.begin < range.end;
             Output o;
+            o.fill(0);
             softmax.init();
             dirty = false;
             mbarrier_wait(smem.q_full(), q_phase);
             q_phase ^= 1;
-            if (any) {
-                compute(o, first_row, range);
-                if constexpr (Plan::kBand)
-                    if (dirty) {
-                        const T* start = head_start<const T>(p.v, p.v_strides, p.batch_sizes,
-                                                             w.batch, w.head / p.group);
-                        restore_nonfinite<true>(
-                            o, first_row + warp_row(), 0,
-                            Rows<const T>(start, p.v_strides, p.seqlen_k, p.head_dim_v),
-                            range.begin * Plan::kBlockN, range.end * Plan::kBlockN,
-                            Mask<true>{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k});
-                    }
-            } else {
-                o.fill(0);
-            }
+            if (any) compute_all(o, first_row, range);
             if constexpr (Plan::kOutInQ) {
                 consumers_any(false);  // nobody reads q any more
                 store(o, w, first_row);

@@ -31,6 +31,7 @@ FORWARD_TILES = {
 # of an SM's 65,536 divided.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
+FLAGS = {}
 MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
 
 
@@ -51,7 +52,7 @@ def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     q = tile.block_m * panel
     ring = tile.stages * tile.block_n * (panel + panel_v)
     out = tile_bytes(tile.block_m, round_up(problem.head_dim_v, 16), 2)
-    barriers = 8 * (4 + 4 * tile.stages) + 16 + 1024
+    barriers = 8 * (4 + 4 * tile.stages) + 16 + 32 * tile.block_m // 16 + 1024
     apart = q + ring + out + barriers
     if apart <= 227 * 1024:
         return apart, False
@@ -80,6 +81,8 @@ def forward_plan(problem, device, access, *, dynamic: bool, tile: Tile | None = 
         ("kStages", tile.stages),
         ("kOutInQ", out_in_q),
         ("kDynamic", dynamic),
+        ("kFused", bool(FLAGS.get("fused", 1))),
+        ("kSkip", bool(FLAGS.get("skip", 1)) and problem.band is not None),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),
         ("kSmemBytes", smem),

@@ -41,3 +41,23 @@ __device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const 
             });
         }
 }
+
+// The same for a warp's 16 rows of output, already divided by their sums, in a tile of shared
+// memory: one lane for each row and half of the columns. The caller has made the tile visible to
+// the warp.
+template <class Tile, class T, class Visible>
+__device__ __forceinline__ void restore_nonfinite(Tile tile, int row, const Rows<T>& rows, int first,
+                                                  int last, Visible visible) {
+    static_assert(Tile::kRows == 16, "two lanes a row");
+    const int lane = int(threadIdx.x) % kWarpSize;
+    for (int r = first; r < min_of(last, rows.count); ++r) {
+        if (!visible(row + lane / 2, r)) continue;
+        for (int d = lane % 2; d < rows.dim; d += 2) {
+            const T raw = *rows.at(r, d);
+            if (!is_nonfinite(raw)) continue;
+            using Element = typename Tile::Element;
+            tile.store(lane / 2, d,
+                       from_float<Element>(to_float(tile.load(lane / 2, d)) + to_float(raw)));
+        }
+    }
+}

@@ -6,12 +6,16 @@
 // p = exp2((s - reference) * scale) with scale = |softmax scale| * log2(e); `sum` adds up p. The
 // subtraction comes first: where scores are huge, s * scale and reference * scale round apart, s
 // and reference do not.
-template <class Accum, int kRowTiles> struct Softmax {
+// With kFused one multiply-add a score, s * scale - offset with offset = reference * scale: its
+// rounding moves all weights of a row by one factor, which out and lse do not see. Offsets so large
+// that this factor could overflow, and those of rows without a visible key, are subtracted first.
+template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
     static constexpr int kRows = 2 * kRowTiles;
     // The reference is an earlier maximum as long as the true one is within 2^8 of it: most steps
     // then rescale nothing, and the result is the same, since p, sum and the output share the
     // reference.
     static constexpr int kSlack = 8;
+    static constexpr int kLargeOffset = 1 << 22;  // rounded to a quarter
 
     // Starts at the lowest finite value, not at -inf: a hidden score is then -inf above nothing and
     // weighs 0 without a special case, and every finite score still counts.
@@ -52,8 +56,22 @@ template <class Accum, int kRowTiles> struct Softmax {
             }
             rescale(factor);
         }
+        Accum offset[kRows] = {};
+        if constexpr (kFused) {
+            bool large = false;
+#pragma unroll
+            for (int q = 0; q < kRows; ++q) {
+                offset[q] = reference[q] * scale;
+                large |= !(fabs(offset[q]) < kLargeOffset);
+            }
+            if (__any_sync(kFullWarp, large)) {
+                s.for_each_row([&](Accum& x, int q) { x -= reference[q]; });
+#pragma unroll
+                for (int q = 0; q < kRows; ++q) offset[q] = 0;
+            }
+        }
         s.for_each_row([&](Accum& x, int q) {
-            x = exp2_of((x - reference[q]) * scale);
+            x = exp2_of(kFused ? fma_of(x, scale, -offset[q]) : (x - reference[q]) * scale);
             sum[q] += x;
         });
     }

@@ -32,6 +32,9 @@ template <> __device__ __forceinline__ double lowest<double>() {
     return __longlong_as_double(0xffefffffffffffffll);
 }
 
+__device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double fma_of(double a, double b, double c) { return fma(a, b, c); }
+
 // A NaN loses against a number: scores that are NaN reach their row through exp, not through the
 // maximum.
 __device__ __forceinline__ float fmax_of(float a, float b) { return fmaxf(a, b); }
