@@ -16,8 +16,9 @@ Backward computes the tiles' scores again and holds nothing of size L x S either
     dq = scale * ds @ k;  dk = scale * ds.T @ q
 
 The products are BLAS's, the rest is in-place ufuncs on one tile. float16 and bfloat16 are computed
-in float32; subnormal results keep what the processor keeps of them, which NumPy and BLAS leave at
-IEEE's gradual underflow. Every sum has one order, fixed by the shapes, so both directions repeat
+in float32, and in float64 what single roundings would decide (`cpu_rows.row_parts`); subnormal
+results keep what the processor keeps of them, which NumPy and BLAS leave at IEEE's gradual
+underflow. Every sum has one order, fixed by the shapes, so both directions repeat
 bit by bit for any number of threads.
 
 `cpu_tiles` has what the loops stand on, `cpu_rows` the query blocks and their softmax,
@@ -29,8 +30,8 @@ from __future__ import annotations
 import numpy as np
 
 from .cpu_backward import backward
-from .cpu_rows import Queries, RunningSoftmax, computing_dtype, row_tasks, work_size
-from .cpu_tiles import heads_per_tile, run, weighted_sum
+from .cpu_rows import Queries, attend, row_parts, row_tasks, work_size
+from .cpu_tiles import heads_per_tile, run
 
 __all__ = ["backward", "forward", "merge"]
 
@@ -49,16 +50,24 @@ def forward(problem, q, k, v, out, lse):
     lse : ndarray or None
         (*batch, Hq, L), float32 (float64 for float64).
     """
+    for part in row_parts(problem):
+        rows = (..., part.rows, slice(None))
+        k_part, v_part = (x[..., part.keys, :] for x in (k, v))
+        lse_part = lse if lse is None else lse[..., part.rows]
+        _forward(part.problem, part.dtype, q[rows], k_part, v_part, out[rows], lse_part)
+
+
+def _forward(problem, dtype, q, k, v, out, lse):
     # Only where a slab is one head: a row must not depend on the other heads of its slab.
     may_be_flat = heads_per_tile(problem.seqlen_q, problem.seqlen_k) == 1
 
     def work(task, scratch):
         slab, begin, end = task
         block = Queries(problem, q, slab.index, begin, end, scratch)
-        softmax, acc = _attend(problem, block, k, v, slab, may_be_flat)
+        softmax, acc = attend(block, k, v, slab, may_be_flat)
         if softmax.flat and not np.isfinite(acc).all():
             # Weights above 1 can overflow where v is huge; weights of at most 1 cannot.
-            softmax, acc = _attend(problem, block, k, v, slab, may_be_flat=False)
+            softmax, acc = attend(block, k, v, slab, may_be_flat=False)
         np.divide(acc, softmax.total, out=acc)
         np.copyto(acc, 0, where=softmax.unseeing)
         rows = slab.index + (slice(begin, end),)
@@ -66,22 +75,7 @@ def forward(problem, q, k, v, out, lse):
         if lse is not None:
             lse[rows] = softmax.lse()[..., 0]
 
-    run(row_tasks(problem), work, computing_dtype(problem), work_size(problem))
-
-
-def _attend(problem, block, k, v, slab, may_be_flat):
-    """Stream the visible tiles past a block of queries: its softmax and unnormalised output."""
-    scratch = block.scratch
-    count, rows = block.q.shape[:2]
-    kv_index = slab.with_heads(slab.head_index // problem.group)
-    softmax = RunningSoftmax(count, rows, scratch, may_be_flat)
-    acc = scratch.take("acc", count, rows, problem.head_dim_v)
-    acc[...] = 0
-    for s, hidden, first, last in block.scores(k, kv_index):
-        softmax.update(s, acc)
-        values = scratch.load("v", v, kv_index, first, last)
-        acc += weighted_sum(s, values, hidden, scratch.take("product", *acc.shape))
-    return softmax, acc
+    run(row_tasks(problem), work, dtype, work_size(problem))
 
 
 def merge(outs, lses, out, lse):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from .cpu_rows import Queries, RunningSoftmax, computing_dtype, row_tasks, slabs, work_size
+from .cpu_rows import Queries, RunningSoftmax, attend, row_parts, row_tasks, slabs, work_size
 from .cpu_tiles import BLOCK_N, key_range, key_tiles, row_blocks, run, split_scale, weighted_sum
 
 # Keys whose dk and dv one task accumulates; a multiple of BLOCK_N, so tiles do not depend on it.
@@ -38,8 +38,29 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
     """
     if dq is None and dk is None and dv is None:
         return
-    dtype = computing_dtype(problem)
-    rows = _Rows(problem, dout, q, k, out, lse, dlse, dtype)
+    *narrow, main = row_parts(problem, backward=True)
+    early = []
+    for part in (*narrow, main):
+        at = (..., part.rows, slice(None))
+        kv = [x[..., part.keys, :] for x in (k, v)]
+        numbers = [x if x is None else x[..., part.rows] for x in (lse, dlse)]
+        rows = _Rows(part.problem, dout[at], q[at], *kv, out[at], *numbers, part.dtype)
+        dq_part = dq if dq is None else dq[at]
+        if part is main:
+            _backward(rows, *kv, dq_part, dk, dv, early)
+        else:
+            sums = [x if x is None else np.empty(y.shape, part.dtype) for x, y in zip((dk, dv), kv)]
+            _backward(rows, *kv, dq_part, *sums, [])
+            early.append((part.keys, *sums))
+
+
+def _backward(rows, k, v, dq, dk, dv, early):
+    """The gradients of one part's rows.
+
+    early has (slice of keys, dk, dv) of the parts before: they are added before dk and dv are
+    rounded.
+    """
+    problem, dtype = rows.problem, rows.dtype
     run(row_tasks(problem), rows.measure, dtype, work_size(problem) // 64)
 
     dq_sum = dq if dq is None or dq.dtype == dtype else np.empty(dq.shape, dtype)
@@ -65,7 +86,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
                     place = index + (slice(begin, end),)
                     with turns.take((slab.start, head, begin), chunk.order(begin, end)):
                         dq_sum[place] += part.reshape(dq_sum[place].shape)
-            chunk.store(dk, dv)
+            chunk.store(dk, dv, early)
         except BaseException:
             turns.cancel()
             raise
@@ -74,6 +95,10 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
     if dq_sum is not dq:
         with np.errstate(all="ignore"):
             dq[...] = dq_sum
+
+
+def _eps(dtype):
+    return 2.0**-7 if dtype == "bfloat16" else float(np.finfo(dtype).eps)
 
 
 def _chunk_tasks(problem):
@@ -86,12 +111,15 @@ def _chunk_tasks(problem):
 class _Rows:
     """What backward needs of each query row, beside q and dout: shift, norm and delta.
 
-    p is exp(s - shift) / norm, and norm is inf where the row sees nothing.
+    p is exp(s - shift) / norm, and norm is inf where the row sees nothing. Where the dtype is wider
+    than that of out and lse, their lost digits are computed again.
     """
 
-    def __init__(self, problem, dout, q, k, out, lse, dlse, dtype):
-        self.problem, self.dout, self.q, self.k = problem, dout, q, k
+    def __init__(self, problem, dout, q, k, v, out, lse, dlse, dtype):
+        self.problem, self.dtype = problem, dtype
+        self.dout, self.q, self.k, self.v = dout, q, k, v
         self.out, self.lse, self.dlse = out, lse, dlse
+        self.restores = dtype == np.float64 and problem.dtype != "float64"
         shape = problem.batch + (problem.num_heads, problem.seqlen_q, 1)
         self.shift, self.norm, self.delta = (np.empty(shape, dtype) for _ in range(3))
 
@@ -99,8 +127,8 @@ class _Rows:
         """Fill in a block of rows; a task of the pool."""
         slab, begin, end = task
         rows = slab.index + (slice(begin, end),)
-        self.shift[rows], self.norm[rows] = self._normaliser(slab, begin, end, scratch)
-        out = scratch.load("out", self.out, slab.index, begin, end)
+        shift, norm, out = self._normaliser(slab, begin, end, scratch)
+        self.shift[rows], self.norm[rows] = shift, norm
         dout = scratch.load("dout", self.dout, slab.index, begin, end)
         product = np.multiply(dout, out, out=scratch.take("product", *out.shape))
         delta = product.sum(axis=-1, keepdims=True)
@@ -109,7 +137,7 @@ class _Rows:
         self.delta[rows] = delta
 
     def _normaliser(self, slab, begin, end, scratch):
-        """shift and norm of a block, each (n, M, 1).
+        """shift and norm of a block, each (n, M, 1), and its out.
 
         That is lse and 1 while lse is small. A large lse has lost the digits that normalise the
         row (near 1e5 a float32 is rounded to 1/128, so p would be off by 0.4 %), but so large an
@@ -120,22 +148,37 @@ class _Rows:
         problem = self.problem
         given = self.lse[slab.index + (slice(begin, end),)]
         given = given.reshape(slab.count, end - begin, 1).astype(scratch.dtype)
+        out = scratch.load("out", self.out, slab.index, begin, end)
         unseeing = given == -np.inf
         shift = np.where(unseeing, 0, given)
         norm = np.where(unseeing, np.inf, 1).astype(scratch.dtype)
-        large = np.abs(shift) > _LSE_TRUSTED
+        large = np.abs(shift) > (-1 if self.restores else _LSE_TRUSTED)
         if not large.any():
-            return shift, norm
-        softmax = RunningSoftmax(slab.count, end - begin, scratch, may_be_flat=False)
+            return shift, norm, out
         block = Queries(problem, self.q, slab.index, begin, end, scratch)
-        for s, *_ in block.scores(self.k, slab.with_heads(slab.head_index // problem.group)):
-            softmax.update(s)
+        if self.restores:
+            softmax, acc = attend(block, self.k, self.v, slab, may_be_flat=False)
+            out = self._restored(out, np.divide(acc, softmax.total, out=acc))
+        else:
+            softmax = RunningSoftmax(slab.count, end - begin, scratch, may_be_flat=False)
+            for s, *_ in block.scores(self.k, slab.with_heads(slab.head_index // problem.group)):
+                softmax.update(s)
         share = (softmax.top - shift) + np.log(softmax.total)
         rounding = 2 * np.finfo(self.lse.dtype).eps * np.abs(shift)
         share = np.where(np.abs(share) <= rounding, 0, share)
         top = np.where(softmax.unseeing, 0, softmax.top)
         total = np.where(softmax.unseeing, np.inf, softmax.total / np.exp(share))
-        return np.where(large, top, shift), np.where(large, total, norm)
+        return np.where(large, top, shift), np.where(large, total, norm), out
+
+    def _restored(self, given, again):
+        """out from given, a rounded one, and again, computed anew in float64.
+
+        That of a part's own keys does not replace the out of a merged result: a row of again counts
+        only where it is given's up to a few of its roundings.
+        """
+        size = np.abs(given).max(axis=-1, keepdims=True)
+        near = np.abs(again - given) <= 4 * _eps(self.problem.dtype) * size
+        return np.where(near.all(axis=-1, keepdims=True), again, given)
 
     def block(self, index, begin, end, scratch):
         """The rows [begin, end) with their gradient, for `_Chunk.add`."""
@@ -217,11 +260,22 @@ class _Chunk:
             out = self.scratch.take("product", *k.shape)
             self.dk[:, here] += weighted_sum(ds.mT, block.q, seen_from_key, out)
 
-    def store(self, dk, dv):
-        rows = self.slab.index + (slice(self.first, self.last),)
+    def store(self, dk, dv, early):
+        """Write dk and dv, with what `_backward` calls early."""
         if dk is not None:
             # block.q already holds the scale's power of two.
             self.dk *= self.dk.dtype.type(split_scale(self.problem.scale)[1])
+        rows = self.slab.index + (slice(self.first, self.last),)
+        for keys, *parts in early:
+            first, last = max(keys.start, self.first), min(keys.stop, self.last)
+            if first >= last:
+                continue
+            theirs = self.slab.index + (slice(first - keys.start, last - keys.start),)
+            for own, part in zip((self.dk, self.dv), parts):
+                if own is not None:
+                    own = own[:, first - self.first : last - self.first]
+                    own += part[theirs].reshape(own.shape)
+        if dk is not None:
             dk[rows] = self.dk
         if dv is not None:
             dv[rows] = self.dv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,10 +15,16 @@ from .cpu_tiles import (
     row_blocks,
     slab_size,
     split_scale,
+    weighted_sum,
 )
+from .problem import Band, Problem
 
 # Scores up to this are exponentiated as they are: exp(16) is 9e6, far from float32's limits.
 _FLAT = 16.0
+# Below one of these, float32 sums are so short, or so few, that the largest error of a result is
+# one rounding's luck and may be many times that of the score matrix. Most of all ds = p * (dp -
+# delta) of a row with few visible keys: it cancels, and the rounding of the given out is in delta.
+_FEW_KEYS, _FEW_ROWS, _FEW_DIMS = 128, 64, 32
 
 
 class Queries:
@@ -120,8 +127,77 @@ class RunningSoftmax:
         return self.top + np.log(self.total)
 
 
-def computing_dtype(problem):
-    return np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
+def attend(block, k, v, slab, may_be_flat):
+    """Stream the visible tiles past a block of queries: its softmax and unnormalised output."""
+    problem, scratch = block.problem, block.scratch
+    count, rows = block.q.shape[:2]
+    kv_index = slab.with_heads(slab.head_index // problem.group)
+    softmax = RunningSoftmax(count, rows, scratch, may_be_flat)
+    acc = scratch.take("acc", count, rows, problem.head_dim_v)
+    acc[...] = 0
+    for s, hidden, first, last in block.scores(k, kv_index):
+        softmax.update(s, acc)
+        values = scratch.load("v", v, kv_index, first, last)
+        acc += weighted_sum(s, values, hidden, scratch.take("product", *acc.shape))
+    return softmax, acc
+
+
+@dataclass(frozen=True)
+class Part:
+    """Query rows of a problem and the keys they may see, a problem of their own, and its dtype."""
+
+    problem: Problem
+    rows: slice
+    keys: slice
+    dtype: np.dtype
+
+
+def row_parts(problem, backward=False):
+    """The parts of a problem's rows, each with the dtype it is computed in; the last has all keys.
+
+    float32 calls compute in float64 the rows that see few keys and all rows of a problem that is
+    small in one direction. The 16-bit dtypes, whose results are rounded more than any float32 sum,
+    need that in backward only, where out comes rounded to 16 bits, and for any head_dim.
+    """
+    single, double = np.dtype(np.float32), np.dtype(np.float64)
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    all_rows, all_keys = slice(0, rows), slice(0, keys)
+    if problem.dtype == "float64":
+        return [Part(problem, all_rows, all_keys, double)]
+    if problem.dtype != "float32" and not backward:
+        return [Part(problem, all_rows, all_keys, single)]
+    begin, end = _rows_of_many_keys(problem)
+    few_dims = min(problem.head_dim, problem.head_dim_v) < _FEW_DIMS
+    if end - begin < _FEW_ROWS or (few_dims and problem.dtype == "float32"):
+        return [Part(problem, all_rows, all_keys, double)]
+    parts = []
+    for first, last in ((0, begin), (end, rows)):
+        if first < last:
+            seen = key_range(problem.band, first, last, keys)
+            if seen[0] >= seen[1]:
+                seen = 0, 0
+            parts.append(_part(problem, (first, last), seen, double))
+    return [*parts, _part(problem, (begin, end), (0, keys), single)]
+
+
+def _rows_of_many_keys(problem):
+    """The rows [begin, end) that see at least _FEW_KEYS keys each."""
+    rows, keys, band = problem.seqlen_q, problem.seqlen_k, problem.band
+    if band is None:
+        return 0, rows if keys >= _FEW_KEYS else 0
+    if min(keys, band.hi - band.lo + 1) < _FEW_KEYS:
+        return 0, 0
+    begin = min(max(0, _FEW_KEYS - 1 - band.hi), rows)
+    return begin, min(max(begin, keys - _FEW_KEYS - band.lo + 1), rows)
+
+
+def _part(problem, rows, keys, dtype):
+    band = problem.band
+    if band is not None:
+        moved = rows[0] - keys[0]
+        band = Band(band.lo + moved, band.hi + moved)
+    lengths = {"seqlen_q": rows[1] - rows[0], "seqlen_k": keys[1] - keys[0]}
+    return Part(replace(problem, band=band, **lengths), slice(*rows), slice(*keys), dtype)
 
 
 def work_size(problem):

@@ -135,7 +135,7 @@ class Scratch:
         ):
             return part
         copy = self.take(name, *part.shape)
-        if part.dtype.name == "bfloat16":
+        if part.dtype.name == "bfloat16" and copy.dtype == np.float32:
             # A bfloat16 is the upper half of a float32; shifting is faster than ml_dtypes' cast.
             np.left_shift(part.view(np.uint16), 16, out=copy.view(np.uint32), dtype=np.uint32)
         else:

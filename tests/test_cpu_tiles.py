@@ -11,7 +11,7 @@ from cpu_calls import arrays, backward, forward, problem_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cuflash import cpu, cpu_backward, cpu_tiles
+from cuflash import cpu, cpu_backward, cpu_rows, cpu_tiles
 from cuflash.problem import Band
 
 
@@ -74,7 +74,7 @@ def test_an_error_in_a_worker_reaches_the_caller(direction, monkeypatch):
             raise MemoryError("the ninth tile")
         return cpu_tiles.weighted_sum(*args)
 
-    for module in (cpu, cpu_backward):
+    for module in (cpu_rows, cpu_backward):
         monkeypatch.setattr(module, "weighted_sum", fail)
     with pytest.raises(MemoryError, match="ninth"):
         if direction == "forward":
