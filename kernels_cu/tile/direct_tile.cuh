@@ -4,6 +4,7 @@
 // question compute these types slowly enough not to wait for them.
 #pragma once
 #include "../ptx/cvt.cuh"
+#include "../ptx/misc.cuh"
 #include "rows.cuh"
 #include "smem_tile.cuh"
 
@@ -20,8 +21,9 @@ template <class T, int kRowCount, int kColCount> struct DirectTile {
     bool only_finite = false;  // inf and NaN read as zero
 
     __device__ __forceinline__ T load(int row, int col) const {
+        row = opaque(first + row);  // addresses are cheap to compute again, registers are not
         T x{};
-        if (first + row < rows.count && col < rows.dim) x = *rows.at(i64(first) + row, col);
+        if (row < rows.count && col < rows.dim) x = *rows.at(row, col);
         return only_finite && is_nonfinite(x) ? T{} : x;
     }
 };
