@@ -48,6 +48,7 @@ _GRID = {
         "blocks_per_sm": (1, 2, 3),
         "slices": (1, 2),
         "share": (1,),
+        "direct": (False,),
     },
     "bwd": {
         "block_m": (16, 32, 64, 128),
@@ -57,6 +58,7 @@ _GRID = {
         "blocks_per_sm": (1, 2),
         "slices": (1, 2, 4),
         "share": (1, 2),
+        "direct": (False,),
     },
 }
 

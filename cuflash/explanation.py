@@ -26,6 +26,8 @@ class Explanation:
         reads = f"{values['kCopyBytes']} bytes at a time"
         if not values["kCopyBytes"]:
             reads = "single elements"
+        if values["kDirect"]:
+            reads = "single elements, where they are used: their tiles exceed the shared memory"
         lines = [
             f"{self.family} family on {self.device}: kernel {self.plan.kernel}",
             f"  tile       {values['kBlockM']} queries x {values['kBlockN']} keys, "

@@ -30,7 +30,8 @@
 //
 // Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
 // dout [kBlockM][kHeadDimV], row_max, row_sum, delta [kBlockM]) | ds^T, p^T [kBlockN][kBlockM] |
-// the addresses of q and dout; at the end dk and dv are staged over k and v.
+// the addresses of q and dout; at the end dk and dv are staged over k and v. With kDirect there is
+// no room for k, v, q and dout: they are read from global memory (tile/direct_tile.cuh).
 //
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and
 // kSliceDimV of dv, where all of them would not fit the registers.
@@ -41,6 +42,7 @@
 #include "attn/turn.cuh"
 #include "attn/work.cuh"
 #include "tile/copy.cuh"
+#include "tile/direct_tile.cuh"
 #include "tile/fragment.cuh"
 
 using T = Plan::Element;
@@ -73,14 +75,19 @@ inline constexpr int kDqCols = Plan::kSliceDim / Plan::kDqWarpsD;
 static_assert(kDqWarps <= Plan::kWarps && kDqRows % 16 == 0 && kDqCols % 16 == 0,
               "dq divides into whole fragments");
 
-using KTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDim>;
-using VTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDimV>;
-using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
-using DoutTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDimV>;
+static_assert(!Plan::kDirect || Plan::kStages == 1, "there is nothing to copy ahead");
+template <int kRows, int kCols> using Input = InputTile<Plan::kDirect, T, kRows, kCols>;
+using KTile = Input<Plan::kBlockN, Plan::kHeadDim>;
+using VTile = Input<Plan::kBlockN, Plan::kHeadDimV>;
+using QTile = Input<Plan::kBlockM, Plan::kHeadDim>;
+using DoutTile = Input<Plan::kBlockM, Plan::kHeadDimV>;
+using DkTile = SmemTile<T, Plan::kBlockN, Plan::kSliceDim>;
+using DvTile = SmemTile<T, Plan::kBlockN, Plan::kSliceDimV>;
 using DsTile = SmemTile<T, Plan::kBlockN, Plan::kBlockM>;
 using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_sum (attn/stats.cuh), delta
 inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
-inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
+inline constexpr int kVBegin = max_of(KTile::kBytes, DkTile::kBytes);
+inline constexpr int kRingBegin = kVBegin + max_of(VTile::kBytes, DvTile::kBytes);
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
 inline constexpr int kWeightsBegin =
     kDsBegin + (Plan::kNeedDq || Plan::kShare > 1 ? DsTile::kBytes : 0);
@@ -150,16 +157,25 @@ struct Backward {
         return {smem + kValuesBegin + 32};
     }
 
-    __device__ __forceinline__ KTile k_tile() const { return {smem}; }
-    __device__ __forceinline__ VTile v_tile() const { return {smem + KTile::kBytes}; }
-    __device__ __forceinline__ QTile q_tile(int stage) const {
-        return {smem + kRingBegin + stage * kStageBytes};
+    // A block of queries is where the ring keeps it, or where it lies.
+    __device__ __forceinline__ KTile k_tile() const {
+        return input_tile<KTile>(smem, [&] { return k_rows(); }, first_key);
     }
-    __device__ __forceinline__ DoutTile dout_tile(int stage) const {
-        return {q_tile(stage).base + QTile::kBytes};
+    __device__ __forceinline__ VTile v_tile() const {
+        return input_tile<VTile>(smem + kVBegin, [&] { return v_rows(); }, first_key);
+    }
+    __device__ __forceinline__ QTile q_tile(int m_block, int stage) const {
+        return input_tile<QTile>(
+            smem + kRingBegin + stage * kStageBytes, [&] { return q_rows(); },
+            m_block * Plan::kBlockM);
+    }
+    __device__ __forceinline__ DoutTile dout_tile(int m_block, int stage) const {
+        return input_tile<DoutTile>(
+            smem + kRingBegin + stage * kStageBytes + QTile::kBytes, [&] { return dout_rows(); },
+            m_block * Plan::kBlockM);
     }
     __device__ __forceinline__ StatsTile stats_tile(int stage) const {
-        return {dout_tile(stage).base + DoutTile::kBytes};
+        return {smem + kRingBegin + stage * kStageBytes + QTile::kBytes + DoutTile::kBytes};
     }
     __device__ __forceinline__ DsTile ds_tile() const { return {smem + kDsBegin}; }
     __device__ __forceinline__ DsTile weights_tile() const { return {smem + kWeightsBegin}; }
@@ -188,8 +204,9 @@ struct Backward {
         load_tile<Plan::kCopyBytes, kThreads>(v_tile(), v_rows(), first_key);
     }
     __device__ __forceinline__ void load_q(int m_block, int stage) const {
-        load_tile<Plan::kCopyBytes, kThreads>(q_tile(stage), q_rows(), m_block * Plan::kBlockM);
-        load_tile<Plan::kCopyBytes, kThreads>(dout_tile(stage), dout_rows(),
+        load_tile<Plan::kCopyBytes, kThreads>(q_tile(m_block, stage), q_rows(),
+                                              m_block * Plan::kBlockM);
+        load_tile<Plan::kCopyBytes, kThreads>(dout_tile(m_block, stage), dout_rows(),
                                               m_block * Plan::kBlockM);
         // The workspaces are padded to whole blocks, so nothing here needs a bound.
         constexpr int kPieces = Plan::kBlockM * int(sizeof(Accum)) / 16;
@@ -226,7 +243,7 @@ struct Backward {
     __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage,
                                                     bool masked) const {
         const KTile k = k_tile();
-        const QTile q = q_tile(stage);
+        const QTile q = q_tile(m_block, stage);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s, [&](int m, int step) { return Atom::load_a(k, warp_row + 16 * m, step * Atom::kK); },
@@ -242,9 +259,9 @@ struct Backward {
     }
 
     // dP^T of one block.
-    __device__ __forceinline__ void multiply_dout(Scores& dp, int stage) const {
+    __device__ __forceinline__ void multiply_dout(Scores& dp, int m_block, int stage) const {
         const VTile v = v_tile();
-        const DoutTile dout = dout_tile(stage);
+        const DoutTile dout = dout_tile(m_block, stage);
         dp.fill(0);
         gemm<Atom, Plan::kHeadDimV / Atom::kK, kSmemUnroll<T>>(
             dp,
@@ -296,7 +313,7 @@ struct Backward {
         return work.slice * Plan::kSliceDimV + share * kColumnsV;
     }
 
-    __device__ __forceinline__ void accumulate_dq(int m_block) {
+    __device__ __forceinline__ void accumulate_dq(int m_block, KTile k) {
         const int warp = int(threadIdx.x) / kWarpSize;
         if (kDqWarps < Plan::kWarps && warp >= kDqWarps) return;
         const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
@@ -310,7 +327,6 @@ struct Backward {
         const u32 seen = turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
                                    u32(end - 1 - work.block));
         const DsTile ds = ds_tile();
-        const KTile k = k_tile();
         QueryGrad dq;
         dq.fill(0);
         gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
@@ -344,8 +360,8 @@ struct Backward {
         __syncthreads();  // other warps may still read k
         const Accum scale = Accum(p.scale);
         dk.for_each(0, 0, [&](Accum& x, int, int) { x *= scale; });
-        const SmemTile<T, Plan::kBlockN, Plan::kSliceDim> dk_tile{smem};
-        const SmemTile<T, Plan::kBlockN, Plan::kSliceDimV> dv_tile{smem + KTile::kBytes};
+        const DkTile dk_tile{smem};
+        const DvTile dv_tile{smem + kVBegin};
         store_fragment(dk_tile, dk, warp_row, share * kColumns);
         store_fragment(dv_tile, dv, warp_row, share * kColumnsV);
         __syncthreads();
@@ -364,19 +380,20 @@ struct Backward {
         Scores weights, ds;
         compute_weights(weights, m_block, stage, masked);
         turn.announce();
-        multiply_dout(ds, stage);
+        multiply_dout(ds, m_block, stage);
+        QTile q = q_tile(m_block, stage);
+        DoutTile dout = dout_tile(m_block, stage);
         // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's
         // gradients.
         if constexpr (Plan::kBand && Plan::kNeedDkv)
             if (masked) {
                 __syncthreads();  // all have read q and dout as they are
-                q_dirty |= find_nonfinite<true, kThreads>(q_tile(stage));
-                dout_dirty |= find_nonfinite<true, kThreads>(dout_tile(stage));
+                q_dirty |= find_nonfinite<true, kThreads>(q);
+                dout_dirty |= find_nonfinite<true, kThreads>(dout);
             }
         if constexpr (Plan::kShare == 1) {
             // dV stands between dP and dS, so that the tensor cores work while dS is formed.
-            if constexpr (Plan::kNeedDkv)
-                accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
+            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout, column_v());
             to_ds(ds, weights, m_block, stage, masked);
             if constexpr (Plan::kNeedDq) {
                 store_fragment(ds_tile(), ds, warp_row);
@@ -387,16 +404,16 @@ struct Backward {
             to_ds(ds, weights, m_block, stage, masked);
             store_fragment(ds_tile(), ds, warp_row, share * kQueries);
             __syncthreads();
-            if constexpr (Plan::kNeedDkv)
-                accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
+            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout, column_v());
         }
-        if constexpr (Plan::kNeedDkv) accumulate(dk, ds, ds_tile(), q_tile(stage), column());
+        if constexpr (Plan::kNeedDkv) accumulate(dk, ds, ds_tile(), q, column());
         if constexpr (Plan::kNeedDq) {
-            if (Plan::kBand && k_dirty) find_nonfinite<true, kThreads>(k_tile());
-            accumulate_dq(m_block);
+            KTile k = k_tile();
+            if (Plan::kBand && k_dirty) find_nonfinite<true, kThreads>(k);
+            accumulate_dq(m_block, k);
             if (Plan::kBand && k_dirty) {  // the next scores need k as it is
                 __syncthreads();
-                load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
+                load_tile<Plan::kCopyBytes, kThreads>(k, k_rows(), first_key);
                 cp_async_commit_group();
             }
         }
@@ -455,7 +472,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     if constexpr (Plan::kBand) {
         cp_async_wait_group<0>();
         __syncthreads();
-        backward.k_dirty = find_nonfinite<false, kThreads>(backward.k_tile());
+        KTile k = backward.k_tile();
+        backward.k_dirty = find_nonfinite<false, kThreads>(k);
     }
     while (more) {
         const BlockRange range = backward.range().get();

@@ -17,7 +17,9 @@
 //
 // Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]);
 // at the end the same bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte
-// pieces | the addresses of k and v.
+// pieces | the addresses of k and v. With kDirect there is no room for the first two: q, k and v are
+// read from global memory (tile/direct_tile.cuh), and the ring's steps only keep the warps together,
+// so that they find each other's reads in L1.
 //
 // Schedule: keys run from the last visible block to the first, so that the masked ends of the range
 // and the long full middle are one loop. With a band, blocks of queries run from the last to the
@@ -33,6 +35,7 @@
 #include "attn/softmax.cuh"
 #include "attn/work.cuh"
 #include "tile/copy.cuh"
+#include "tile/direct_tile.cuh"
 #include "tile/fragment.cuh"
 
 using T = Plan::Element;
@@ -51,9 +54,11 @@ static_assert(Plan::kHeadDim % 16 == 0 && Plan::kHeadDimV % 16 == 0, "fragments 
 // for the compiler to order. The wide types' bodies are too long to compile twice.
 inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
 
-using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
-using KTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDim>;
-using VTile = SmemTile<T, Plan::kBlockN, Plan::kHeadDimV>;
+static_assert(!Plan::kDirect || Plan::kStages == 1, "there is nothing to copy ahead");
+template <int kRows, int kCols> using Input = InputTile<Plan::kDirect, T, kRows, kCols>;
+using QTile = Input<Plan::kBlockM, Plan::kHeadDim>;
+using KTile = Input<Plan::kBlockN, Plan::kHeadDim>;
+using VTile = Input<Plan::kBlockN, Plan::kHeadDimV>;
 using OTile = SmemTile<T, kWarpRows, Plan::kHeadDimV>;
 inline constexpr int kStageBytes = KTile::kBytes + (Plan::kStats ? 0 : VTile::kBytes);
 inline constexpr int kInputBytes = QTile::kBytes + Plan::kStages * kStageBytes;
@@ -69,19 +74,17 @@ using Output = Fragment<Accum, kRowTiles, Plan::kHeadDimV / 8>;
 struct Forward {
     const Params& p;
     const BlockWork work;
-    const QTile q_tile;
-    const u32 ring;                 // address of stage 0
+    const u32 smem;
     const int first_row, warp_row;  // of the block, of this warp
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
     Softmax<Accum, kRowTiles> softmax;
     bool dirty = false;  // v held inf or NaN in a masked block, which were replaced by zero
 
-    __device__ __forceinline__ Forward(const Params& params, BlockWork w, u32 smem)
+    __device__ __forceinline__ Forward(const Params& params, BlockWork w, u32 smem_base)
         : p(params),
           work(w),
-          q_tile{smem},
-          ring(smem + QTile::kBytes),
+          smem(smem_base),
           first_row(w.block * Plan::kBlockM),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
           visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
@@ -99,19 +102,21 @@ struct Forward {
         __syncthreads();
     }
 
-    __device__ __forceinline__ SharedValue<const T*> k_start() const {
-        return {q_tile.base + kTileBytes};
-    }
+    __device__ __forceinline__ SharedValue<const T*> k_start() const { return {smem + kTileBytes}; }
     __device__ __forceinline__ SharedValue<const T*> v_start() const {
-        return {q_tile.base + kTileBytes + 16};
+        return {smem + kTileBytes + 16};
     }
     // The blocks of keys that these queries see.
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
-        return {q_tile.base + kTileBytes + 32};
+        return {smem + kTileBytes + 32};
     }
 
     // Built where they are used: strides and lengths come from constant memory and need not live in
     // registers.
+    __device__ __forceinline__ Rows<const T> q_rows() const {
+        return {head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, work.head),
+                p.q_strides, p.seqlen_q, p.head_dim};
+    }
     __device__ __forceinline__ Rows<const T> k_rows() const {
         return {k_start().get(), p.k_strides, p.seqlen_k, p.head_dim};
     }
@@ -119,33 +124,38 @@ struct Forward {
         return Rows<const T>(v_start().get(), p.v_strides, p.seqlen_k, p.head_dim_v)
             .from_column(work.slice * Plan::kHeadDimV);
     }
-    __device__ __forceinline__ KTile k_tile(int stage) const {
-        return {ring + stage * kStageBytes};
+    // A block of keys is where the ring keeps it, or where it lies.
+    __device__ __forceinline__ QTile q_tile() const {
+        return input_tile<QTile>(smem, [&] { return q_rows(); }, first_row);
     }
-    __device__ __forceinline__ VTile v_tile(int stage) const {
-        return {ring + stage * kStageBytes + KTile::kBytes};
+    __device__ __forceinline__ KTile k_tile(int n_block, int stage) const {
+        return input_tile<KTile>(
+            smem + QTile::kBytes + stage * kStageBytes, [&] { return k_rows(); },
+            n_block * Plan::kBlockN);
+    }
+    __device__ __forceinline__ VTile v_tile(int n_block, int stage) const {
+        return input_tile<VTile>(
+            smem + QTile::kBytes + stage * kStageBytes + KTile::kBytes, [&] { return v_rows(); },
+            n_block * Plan::kBlockN);
     }
 
     __device__ __forceinline__ void load_q() const {
-        const T* start =
-            head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, work.head);
-        const Rows<const T> q_rows(start, p.q_strides, p.seqlen_q, p.head_dim);
-        load_tile<Plan::kCopyBytes, kThreads>(q_tile, q_rows, first_row);
+        load_tile<Plan::kCopyBytes, kThreads>(q_tile(), q_rows(), first_row);
     }
     __device__ __forceinline__ void load_kv(int n_block, int stage) const {
-        load_tile<Plan::kCopyBytes, kThreads>(k_tile(stage), k_rows(), n_block * Plan::kBlockN);
+        load_tile<Plan::kCopyBytes, kThreads>(k_tile(n_block, stage), k_rows(),
+                                              n_block * Plan::kBlockN);
         if constexpr (!Plan::kStats)
-            load_tile<Plan::kCopyBytes, kThreads>(v_tile(stage), v_rows(), n_block * Plan::kBlockN);
+            load_tile<Plan::kCopyBytes, kThreads>(v_tile(n_block, stage), v_rows(),
+                                                  n_block * Plan::kBlockN);
     }
 
-    __device__ __forceinline__ void compute_scores(Scores& s, int stage) const {
-        const KTile k = k_tile(stage);
+    __device__ __forceinline__ void compute_scores(Scores& s, int n_block, int stage) const {
+        const QTile q = q_tile();
+        const KTile k = k_tile(n_block, stage);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
-            s,
-            [&](int m, int step) {
-                return Atom::load_a(q_tile, warp_row + 16 * m, step * Atom::kK);
-            },
+            s, [&](int m, int step) { return Atom::load_a(q, warp_row + 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, k, 16 * n, step * Atom::kK); });
     }
 
@@ -158,8 +168,9 @@ struct Forward {
     }
 
     // O += P V.
-    __device__ __forceinline__ void accumulate(Output& o, const Scores& s, int stage, bool masked) {
-        const VTile v = v_tile(stage);
+    __device__ __forceinline__ void accumulate(Output& o, const Scores& s, int n_block, int stage,
+                                               bool masked) {
+        VTile v = v_tile(n_block, stage);
         if constexpr (Plan::kBand)
             if (masked) dirty |= find_nonfinite<true, kThreads>(v);
         const Operand<Atom, kRowTiles, Plan::kBlockN / Atom::kK> weights(s);
@@ -172,12 +183,12 @@ struct Forward {
 
     __device__ __forceinline__ void step(Output& o, int n_block, int stage, bool masked) {
         Scores s;
-        compute_scores(s, stage);
+        compute_scores(s, n_block, stage);
         apply_score_and_mask(s, n_block, masked);
         softmax.update(s, scale_log2, [&](const Accum(&factor)[kRowsPerLane]) {
             if constexpr (!Plan::kStats) o.for_each_row([&](Accum& x, int q) { x *= factor[q]; });
         });
-        if constexpr (!Plan::kStats) accumulate(o, s, stage, masked);
+        if constexpr (!Plan::kStats) accumulate(o, s, n_block, stage, masked);
     }
 
     // f(row of the sequence, q) once for each row of this quad that exists.
@@ -195,7 +206,7 @@ struct Forward {
 #pragma unroll
         for (int q = 0; q < kRowsPerLane; ++q) inverse[q] = softmax.inverse_sum(q);
         o.for_each_row([&](Accum& x, int q) { x *= inverse[q]; });
-        const OTile tile{q_tile.base + int(threadIdx.x) / kWarpSize * OTile::kBytes};
+        const OTile tile{smem + int(threadIdx.x) / kWarpSize * OTile::kBytes};
         __syncthreads();  // other warps may still read the tiles under this one
         store_fragment(tile, o, 0);
         __syncwarp();

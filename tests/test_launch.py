@@ -19,7 +19,7 @@ from test_plan import DTYPES, HOPPER, problem_of
 import cuflash
 from cuflash import ahead, jit, params
 from cuflash.explanation import Explanation
-from cuflash.families import portable
+from cuflash.families import device_of, portable
 from cuflash.plan import CPP_TYPES
 from cuflash.problem import Band
 
@@ -407,5 +407,10 @@ def test_explain_says_what_would_run(gpu_side):
     small = problem_of(dim=1, dim_v=1, length=4)
     told = str(launch.explain(small, *_arrays(cupy, small)[:3]))
     assert "reads      single elements" in told and "portable family on a GPU" in told
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "device_facts", lambda device_id: device_of(75))
+        wide = problem_of("float64", 256, 256)
+        told = str(launch.explain(wide, *_arrays(cupy, wide)[:3]))
+        assert "reads      single elements, where they are used" in told
     empty = problem_of(batch=(0, 1, 1, 1), band=Band(-128, 0))
     assert "constant" in launch.explain(empty, *_arrays(cupy, empty)[:3])

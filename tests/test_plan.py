@@ -249,40 +249,50 @@ def test_slices_cover_the_head_dimension(dim, slices, share):
     assert plan["kAccumTiles"] * 8 == plan["kHeadDim"]
 
 
-# Up to which head dim each direction of a dtype runs on every device; the widest ones of the wide
-# types need a block of more than 64 (float32) or 99 KiB (float64) of shared memory.
-_EVERYWHERE = {"float16": (256, 256), "bfloat16": (256, 256), "float32": (256, 192)}
-_EVERYWHERE["float64"] = (192, 64)
-_ALL_FROM = {"float16": 64, "bfloat16": 64, "float32": 99, "float64": 163}  # KiB
+def _plans(problem, device):
+    plans = [_backward_plan(problem, device, need_dq) for need_dq in (False, True)]
+    return plans + [
+        portable.forward_plan(problem, device, Access(16, 16), stats=stats)
+        for stats in (False, True)
+    ]
 
 
-@pytest.mark.parametrize("capability", families._SMEM_KIB)
+_BY_LIMIT = {limit: capability for capability, limit in reversed(families._SMEM_KIB.items())}
+
+
+@pytest.mark.parametrize("capability", sorted(_BY_LIMIT.values()))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_dimension_has_tiles(capability, dtype):
-    """Bug 231: tiles come from the device's limit, and one that is too small says so."""
+    """Bug 231: tiles come from the device's limit, for all head dims in both directions. Plans
+    round head dims up to multiples of 16, so both ends of each such step stand for all.
+    """
     device = device_of(capability)
-    dims = (1, 16, 17, 64, 65, 100, 128, 129, 192, 200, 256)
-    for dim, dim_v, backward in itertools.product(dims, dims, (False, True)):
-        problem = problem_of(dtype, dim, dim_v)
-        try:
-            if backward:
-                plans = [_backward_plan(problem, device, need_dq) for need_dq in (False, True)]
-            else:
-                plans = [
-                    portable.forward_plan(problem, device, Access(16, 16), stats=stats)
-                    for stats in (False, True)
-                ]
-        except NotImplementedError as error:
-            assert re.search(r"ward in .* bytes of shared memory a block, the device", str(error))
-            assert device.smem_per_block < _ALL_FROM[dtype] * 1024
-            assert max(dim, dim_v) > _EVERYWHERE[dtype][backward]
-            continue
-        for plan in plans:
-            assert plan.smem_bytes == plan["kSmemBytes"] <= device.smem_per_block
+    dims = [dim for step in range(0, 256, 16) for dim in (step + 1, step + 16)]
+    for dim, dim_v in itertools.product(dims, dims):
+        for plan in _plans(problem_of(dtype, dim, dim_v), device):
+            assert plan["kSmemBytes"] == plan.smem_bytes <= device.smem_per_block
             assert plan.threads == 32 * plan["kWarps"]
             together = plan["kBlocksPerSm"] * (plan.smem_bytes + 1024)
             assert plan["kBlocksPerSm"] == 1 or together <= device.smem_per_sm
             assert plan["kHeadDim"] >= dim and plan["kHeadDimV"] * plan["kSlices"] >= dim_v
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_direct_tiles_are_the_last_resort(dtype):
+    """Where tiles of 16 queries and 16 keys fit the shared memory, inputs are copied into them.
+    16-bit types, whose operands come from there, always fit.
+    """
+    item = ITEM_BYTES[dtype]
+    for table in (portable.FORWARD_TILES, portable.BACKWARD_TILES):
+        for (size, _), tiles in table.items():
+            assert size != 2 or not any(tile.direct for tile in tiles)
+            assert not any(tile.direct for tile in tiles[:-1])
+    for capability, dim in itertools.product(_BY_LIMIT.values(), range(16, 257, 16)):
+        device = device_of(capability)
+        for plan in _plans(problem_of(dtype, dim, dim), device):
+            rows = 32 if plan.kernel == "fwd_portable" else 64  # q, k, v and dout of 16 rows each
+            if plan["kDirect"]:
+                assert rows * dim * item > device.smem_per_block * 3 // 4
 
 
 def test_numbers_of_a_call_do_not_make_a_new_kernel():

@@ -24,14 +24,15 @@ class Tile:
     blocks_per_sm: int = 1
     slices: int = 1  # blocks that share the rows and divide the columns of the results
     share: int = 1  # backward, 16-bit: warps that share their keys and divide queries and columns
+    direct: bool = False  # inputs are read from global memory, not from tiles in shared memory
 
 
 # Tiles by (item bytes, largest padded head dimension), best first; the first that fits the device's
 # shared memory is taken. The first rows of 16-bit types at 64 and 128 were measured
 # (bench/tune.py); the others are the largest, found by compiling alone, that keep everything in
 # registers (tests/test_compile.py), and not timed yet. Those after the first serve smaller blocks:
-# 163 KiB on sm_80, 99 on sm_86 and sm_89, 64 on sm_75. Where none fits, 16 queries and 16 keys at
-# full width are too many bytes.
+# 163 KiB on sm_80, 99 on sm_86 and sm_89, 64 on sm_75. Where 16 queries and 16 keys at full width
+# are too many bytes, a direct tile stands last.
 FORWARD_TILES = {
     (2, 64): (Tile(128, 128, 4, 2, 2), Tile(128, 64, 4, 2, 2)),
     (2, 128): (Tile(128, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
@@ -44,7 +45,12 @@ FORWARD_TILES = {
     (8, 96): (Tile(64, 16, 4, 2, 2), Tile(32, 16, 2, 1)),
     (8, 128): (Tile(64, 16, 4, 2, 1, 2), Tile(64, 16, 4, 1, 1, 2), Tile(32, 16, 2, 1, 1, 2)),
     (8, 192): (Tile(64, 16, 4, 2, 1, 2), Tile(32, 16, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
-    (8, 256): (Tile(64, 16, 4, 1, 1, 4), Tile(32, 16, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+    (8, 256): (
+        Tile(64, 16, 4, 1, 1, 4),
+        Tile(32, 16, 2, 1, 1, 4),
+        Tile(16, 16, 1, 1, 1, 4),
+        Tile(64, 16, 4, 1, 1, 4, direct=True),
+    ),
 }
 
 BACKWARD_TILES = {
@@ -62,12 +68,30 @@ BACKWARD_TILES = {
     (2, 256): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
     (4, 64): (Tile(16, 64, 4, 2, 2), Tile(16, 64, 4, 1)),
     (4, 128): (Tile(16, 64, 4, 2, 1, 2), Tile(16, 64, 4, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
-    (4, 256): (Tile(16, 64, 4, 1, 1, 4), Tile(16, 32, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
+    (4, 256): (
+        Tile(16, 64, 4, 1, 1, 4),
+        Tile(16, 32, 2, 1, 1, 4),
+        Tile(16, 16, 1, 1, 1, 4),
+        Tile(16, 64, 4, 1, 1, 4, direct=True),
+    ),
     (8, 64): (Tile(16, 64, 4, 2, 2, 2), Tile(16, 64, 4, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
     (8, 96): (Tile(16, 64, 4, 1, 1, 3), Tile(16, 32, 2, 1, 1, 3), Tile(16, 16, 1, 1, 1, 3)),
-    (8, 128): (Tile(16, 64, 4, 1, 1, 4), Tile(16, 32, 2, 1, 1, 4), Tile(16, 16, 1, 1, 1, 4)),
-    (8, 192): (Tile(16, 32, 2, 1, 1, 8), Tile(16, 16, 1, 1, 1, 6)),
-    (8, 256): (Tile(16, 32, 2, 1, 1, 8), Tile(16, 16, 1, 1, 1, 8)),
+    (8, 128): (
+        Tile(16, 64, 4, 1, 1, 4),
+        Tile(16, 32, 2, 1, 1, 4),
+        Tile(16, 16, 1, 1, 1, 4),
+        Tile(16, 64, 4, 1, 1, 4, direct=True),
+    ),
+    (8, 192): (
+        Tile(16, 32, 2, 1, 1, 8),
+        Tile(16, 16, 1, 1, 1, 6),
+        Tile(16, 64, 4, 1, 1, 6, direct=True),
+    ),
+    (8, 256): (
+        Tile(16, 32, 2, 1, 1, 8),
+        Tile(16, 16, 1, 1, 1, 8),
+        Tile(16, 64, 4, 1, 1, 8, direct=True),
+    ),
 }
 
 
@@ -116,21 +140,22 @@ def forward_smem(problem, tile: Tile, stats: bool) -> int:
     head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile)
     stage = tile_bytes(tile.block_n, head_dim, item)
     stage += 0 if stats else tile_bytes(tile.block_n, head_dim_v, item)
-    inputs = tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
+    inputs = 0 if tile.direct else tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
     return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 48
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
-    """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics,
-    dS^T, three values of a block and a turn for each warp.
+    """Bytes of shared memory of bwd_portable.cu: k and v, or the staged dk and dv in their place,
+    the ring of q, dout and row statistics, dS^T, three values of a block and a turn for each warp.
     """
     item = ITEM_BYTES[problem.dtype]
-    head_dim = tile.slices * _sliced(problem.head_dim, tile)
-    head_dim_v = tile.slices * _sliced(problem.head_dim_v, tile)
-    keys, stage = (
-        tile_bytes(rows, head_dim, item) + tile_bytes(rows, head_dim_v, item)
+    slices = [_sliced(dim, tile) for dim in (problem.head_dim, problem.head_dim_v)]
+    widths = slices if tile.direct else [tile.slices * dim for dim in slices]
+    keys, queries = (
+        sum(tile_bytes(rows, dim, item) for dim in widths)
         for rows in (tile.block_n, tile.block_m)
     )
+    stage = 0 if tile.direct else queries
     stage += tile_bytes(3, tile.block_m, max(item, 4))
     scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
     scores *= tile_bytes(tile.block_n, tile.block_m, item)
@@ -173,6 +198,7 @@ def _tile_constants(tile: Tile, smem: int, device):
         ("kBlockN", tile.block_n),
         ("kWarps", tile.warps),
         ("kStages", tile.stages),
+        ("kDirect", tile.direct),
         ("kBlocksPerSm", _blocks_per_sm(tile, smem, device)),
         ("kSmemBytes", smem),
     ]

@@ -26,6 +26,22 @@ __device__ __forceinline__ u32 ldmatrix_address(Tile tile, int row, int col) {
     return tile.address(row + lane % 8 + 8 * (kDown ? first : second),
                         col + kPerPiece * (kDown ? second : first));
 }
+// The four 8 x 4 matrices of 32-bit elements at that address; element by element where the tile is
+// not in shared memory.
+template <bool kDown, class Tile>
+__device__ __forceinline__ void load_matrices(float (&x)[4], Tile tile, int row, int col) {
+    if constexpr (Tile::kDirect) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            x[i] = tile.load(row + lane_id() / 4 + 8 * (kDown ? i % 2 : i / 2),
+                             col + lane_id() % 4 + 4 * (kDown ? i / 2 : i % 2));
+    } else {
+        u32 bits[4];
+        ldmatrix_x4(bits, ldmatrix_address<kDown>(tile, row, col));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(bits[i]);
+    }
+}
 
 __device__ __forceinline__ void multiply_add(float& c, float a, float b) { c += a * b; }
 __device__ __forceinline__ void multiply_add(double& c, double a, double b) { c += a * b; }
@@ -130,10 +146,9 @@ template <bool kTf32> struct Atom32 {
     };
 
     template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
-        u32 x[4];
-        ldmatrix_x4(x, ldmatrix_address<true>(tile, row, k));
-        return {{__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                 __uint_as_float(x[3])}};
+        A a;
+        load_matrices<true>(a.x, tile, row, k);
+        return a;
     }
     template <class Tile>
     static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
@@ -143,10 +158,10 @@ template <bool kTf32> struct Atom32 {
     }
     template <class Tile>
     static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
-        u32 x[4];
-        ldmatrix_x4(x, ldmatrix_address<false>(tile, col, k));
-        b[0] = {{__uint_as_float(x[0]), __uint_as_float(x[1])}};
-        b[1] = {{__uint_as_float(x[2]), __uint_as_float(x[3])}};
+        float x[4];
+        load_matrices<false>(x, tile, col, k);
+        b[0] = {{x[0], x[1]}};
+        b[1] = {{x[2], x[3]}};
     }
     template <class Tile>
     static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {

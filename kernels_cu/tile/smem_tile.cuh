@@ -15,6 +15,7 @@ __device__ constexpr int row_pitch(int row_bytes) {
 
 template <class T, int kRowCount, int kColCount> struct SmemTile {
     using Element = T;
+    static constexpr bool kDirect = false;  // see direct_tile.cuh
     static constexpr int kRows = kRowCount;
     static constexpr int kCols = kColCount;
     static constexpr bool kSwizzled = kCols * sizeof(T) % 128 == 0;
