@@ -17,7 +17,7 @@
 //
 // Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]);
 // at the end the same bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte
-// pieces | the addresses of k and v.
+// pieces | the addresses of k and v, the range of keys, the block's work.
 //
 // Schedule: keys run from the last visible block to the first, so that the masked ends of the range
 // and the long full middle are one loop. With a band, blocks of queries run from the last to the
@@ -59,7 +59,9 @@ inline constexpr int kStageBytes = KTile::kBytes + (Plan::kStats ? 0 : VTile::kB
 inline constexpr int kInputBytes = QTile::kBytes + Plan::kStages * kStageBytes;
 inline constexpr int kOutputBytes = Plan::kStats ? 0 : Plan::kWarps * OTile::kBytes;
 inline constexpr int kTileBytes = max_of(kInputBytes, kOutputBytes);
-inline constexpr int kSharedValues = 3;  // addresses of k and v, the range of keys
+// Addresses of k and v, the range of keys, the block's work: what a step needs once at most does
+// not occupy a register.
+inline constexpr int kSharedValues = 4;
 static_assert(kTileBytes + kSharedValues * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
 
 using BlockWork = Work<Plan::kSlices>;
@@ -68,10 +70,9 @@ using Output = Fragment<Accum, kRowTiles, Plan::kHeadDimV / 8>;
 
 struct Forward {
     const Params& p;
-    const BlockWork work;
     const QTile q_tile;
-    const u32 ring;                 // address of stage 0
-    const int first_row, warp_row;  // of the block, of this warp
+    const u32 ring;  // address of stage 0
+    const int warp_row;
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
     Softmax<Accum, kRowTiles> softmax;
@@ -79,19 +80,19 @@ struct Forward {
 
     __device__ __forceinline__ Forward(const Params& params, BlockWork w, u32 smem)
         : p(params),
-          work(w),
           q_tile{smem},
           ring(smem + QTile::kBytes),
-          first_row(w.block * Plan::kBlockM),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
           visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
           scale_log2(Accum(p.scale_log2)) {
         softmax.init();
         if (threadIdx.x == 0) {
+            shared_work().set(w);
             k_start().set(
                 head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head / p.group));
             v_start().set(
                 head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
+            const int first_row = w.block * Plan::kBlockM;
             const int last_row = min_of(first_row + Plan::kBlockM, p.seqlen_q) - 1;
             range().set(band_range<Plan::kBand>(first_row, last_row, p.band_lo, p.band_hi,
                                                 Plan::kBlockN, p.seqlen_k));
@@ -109,6 +110,11 @@ struct Forward {
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {q_tile.base + kTileBytes + 32};
     }
+    __device__ __forceinline__ SharedValue<BlockWork> shared_work() const {
+        return {q_tile.base + kTileBytes + 48};
+    }
+    __device__ __forceinline__ BlockWork work() const { return shared_work().get().folded(); }
+    __device__ __forceinline__ int first_row() const { return work().block * Plan::kBlockM; }
 
     // Built where they are used: strides and lengths come from constant memory and need not live in
     // registers.
@@ -116,8 +122,9 @@ struct Forward {
         return {k_start().get(), p.k_strides, p.seqlen_k, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> v_rows() const {
-        return Rows<const T>(v_start().get(), p.v_strides, p.seqlen_k, p.head_dim_v)
-            .from_column(work.slice * Plan::kHeadDimV);
+        const Rows<const T> rows(v_start().get(), p.v_strides, p.seqlen_k, p.head_dim_v);
+        if constexpr (Plan::kSlices == 1) return rows;
+        return rows.from_column(work().slice * Plan::kHeadDimV);
     }
     __device__ __forceinline__ KTile k_tile(int stage) const {
         return {ring + stage * kStageBytes};
@@ -127,10 +134,10 @@ struct Forward {
     }
 
     __device__ __forceinline__ void load_q() const {
-        const T* start =
-            head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, work.head);
+        const BlockWork w = work();
+        const T* start = head_start<const T>(p.q, p.q_strides, p.batch_sizes, w.batch, w.head);
         const Rows<const T> q_rows(start, p.q_strides, p.seqlen_q, p.head_dim);
-        load_tile<Plan::kCopyBytes, kThreads>(q_tile, q_rows, first_row);
+        load_tile<Plan::kCopyBytes, kThreads>(q_tile, q_rows, w.block * Plan::kBlockM);
     }
     __device__ __forceinline__ void load_kv(int n_block, int stage) const {
         load_tile<Plan::kCopyBytes, kThreads>(k_tile(stage), k_rows(), n_block * Plan::kBlockN);
@@ -153,7 +160,7 @@ struct Forward {
                                                          bool masked) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if (!masked) return;
-        s.for_each(opaque(first_row + warp_row), n_block * Plan::kBlockN,
+        s.for_each(first_row() + warp_row, n_block * Plan::kBlockN,
                    [&](Accum& x, int i, int j) { x = visible(i, j) ? x : -infinity<Accum>(); });
     }
 
@@ -183,9 +190,10 @@ struct Forward {
     // f(row of the sequence, q) once for each row of this quad that exists.
     template <class F> __device__ __forceinline__ void for_each_row(F f) const {
         if (lane_id() % 4 != 0) return;
+        const int first = first_row() + warp_row + lane_id() / 4;
 #pragma unroll
         for (int q = 0; q < kRowsPerLane; ++q) {
-            const int row = first_row + warp_row + 16 * (q / 2) + 8 * (q % 2) + lane_id() / 4;
+            const int row = first + 16 * (q / 2) + 8 * (q % 2);
             if (row < p.seqlen_q) f(row, q);
         }
     }
@@ -199,13 +207,16 @@ struct Forward {
         __syncthreads();  // other warps may still read the tiles under this one
         store_fragment(tile, o, 0);
         __syncwarp();
-        T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, work.batch, work.head);
+        const BlockWork w = work();
+        T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
         store_tile<Plan::kStoreBytes, kWarpSize>(
-            tile, rows.from_column(work.slice * Plan::kHeadDimV), first_row + warp_row, lane_id());
+            tile, rows.from_column(w.slice * Plan::kHeadDimV), w.block * Plan::kBlockM + warp_row,
+            lane_id());
     }
     __device__ __forceinline__ Accum* lse_start() const {
-        return head_start<Accum>(p.lse, p.lse_strides, p.batch_sizes, work.batch, work.head);
+        const BlockWork w = work();
+        return head_start<Accum>(p.lse, p.lse_strides, p.batch_sizes, w.batch, w.head);
     }
     __device__ __forceinline__ void store_lse() const {
         Accum* lse = lse_start();
@@ -217,9 +228,9 @@ struct Forward {
     // store_stats.
     __device__ __forceinline__ bool any_large_lse() const {
         Accum* lse = lse_start();
+        const int first = first_row(), end = min_of(first + Plan::kBlockM, p.seqlen_q);
         bool large = false;
-        for (int row = first_row + threadIdx.x; row < min_of(first_row + Plan::kBlockM, p.seqlen_q);
-             row += kThreads)
+        for (int row = first + threadIdx.x; row < end; row += kThreads)
             large |= is_large(lse[row * p.lse_strides.row]);
         return __syncthreads_or(large);
     }
@@ -228,10 +239,11 @@ struct Forward {
     }
     __device__ __forceinline__ void store_stats() const {
         Accum* lse = lse_start();
+        const BlockWork w = work();
         for_each_row([&](int row, int q) {
             if (!is_large(lse[row * p.lse_strides.row])) return;
             Accum* stats = static_cast<Accum*>(p.stats) +
-                           (i64(work.batch) * p.num_heads + work.head) * 3 * p.stats_pitch;
+                           (i64(w.batch) * p.num_heads + w.head) * 3 * p.stats_pitch;
             stats[row] = softmax.reference[q];
             stats[p.stats_pitch + row] = row_sum_of<T>(softmax.sum[q]);
         });
@@ -285,14 +297,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
 
     if constexpr (Plan::kBand && !Plan::kStats)
         if (forward.dirty)
-            restore_nonfinite<true>(o, forward.first_row + forward.warp_row, 0, forward.v_rows(),
+            restore_nonfinite<true>(o, forward.first_row() + forward.warp_row, 0, forward.v_rows(),
                                     forward.range().get().begin * Plan::kBlockN,
                                     forward.range().get().end * Plan::kBlockN, forward.visible);
     forward.softmax.finish();
     if constexpr (Plan::kStats) {
         forward.store_stats();
     } else {
-        if (p.lse != nullptr && work.slice == 0) forward.store_lse();
+        if (p.lse != nullptr && forward.work().slice == 0) forward.store_lse();
         forward.store_out(o);
     }
 }

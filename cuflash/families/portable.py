@@ -110,14 +110,14 @@ def _tile_of(direction, table, problem, device, tile, smem) -> tuple[Tile, int]:
 
 def forward_smem(problem, tile: Tile, stats: bool) -> int:
     """Bytes of shared memory of fwd_portable.cu: the ring, or the staged output in its place, and
-    three values of a block.
+    four values of a block.
     """
     item = ITEM_BYTES[problem.dtype]
     head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile)
     stage = tile_bytes(tile.block_n, head_dim, item)
     stage += 0 if stats else tile_bytes(tile.block_n, head_dim_v, item)
     inputs = tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
-    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 48
+    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 64
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
