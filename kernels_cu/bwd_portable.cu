@@ -79,7 +79,8 @@ using QTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDim>;
 using DoutTile = SmemTile<T, Plan::kBlockM, Plan::kHeadDimV>;
 using DsTile = SmemTile<T, Plan::kBlockN, Plan::kBlockM>;
 using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_sum (attn/stats.cuh), delta
-inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
+inline constexpr int kStageBytes =
+    QTile::kBytes + DoutTile::kBytes + ceil_div(StatsTile::kBytes, 128) * 128;
 inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
 inline constexpr int kWeightsBegin =
@@ -206,11 +207,11 @@ struct Backward {
     // columns of S^T.
     template <class F>
     __device__ __forceinline__ void with_stats(Scores& c, int stage, int which, F f) const {
-        const StatsTile stats = stats_tile(stage);
+        const auto stats = stats_tile(stage).part<kQueries>(0, share * kQueries);
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n) {
             Accum value[2];
-            stats.load_two(which, share * kQueries + 8 * n + lane_id() % 4 * 2, value);
+            StatsTile::load_two(stats.address(0, 8 * n, which, lane_id() % 4 * 2), value);
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -225,13 +226,13 @@ struct Backward {
     // P^T of one block.
     __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage,
                                                     bool masked) const {
-        const KTile k = k_tile();
-        const QTile q = q_tile(stage);
+        const auto k = k_tile().part(warp_row, 0);
+        const auto q = q_tile(stage).part(share * kQueries, 0);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
-            s, [&](int m, int step) { return Atom::load_a(k, warp_row + 16 * m, step * Atom::kK); },
+            s, [&](int m, int step) { return Atom::load_a(k, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b(b, q, share * kQueries + 16 * n, step * Atom::kK);
+                Atom::load_b(b, q, 16 * n, step * Atom::kK);
             });
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
@@ -243,14 +244,13 @@ struct Backward {
 
     // dP^T of one block.
     __device__ __forceinline__ void multiply_dout(Scores& dp, int stage) const {
-        const VTile v = v_tile();
-        const DoutTile dout = dout_tile(stage);
+        const auto v = v_tile().part(warp_row, 0);
+        const auto dout = dout_tile(stage).part(share * kQueries, 0);
         dp.fill(0);
         gemm<Atom, Plan::kHeadDimV / Atom::kK, kSmemUnroll<T>>(
-            dp,
-            [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
+            dp, [&](int m, int step) { return Atom::load_a(v, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b(b, dout, share * kQueries + 16 * n, step * Atom::kK);
+                Atom::load_b(b, dout, 16 * n, step * Atom::kK);
             });
     }
     // dP^T to dS^T.
@@ -273,8 +273,10 @@ struct Backward {
     template <class C, class Tile>
     __device__ __forceinline__ void accumulate(C& c, const Scores& own, DsTile common, Tile tile,
                                                int first_col) const {
+        const auto columns = tile.template part<8 * C::kColTiles>(0, first_col);
+        const auto rows = common.part(warp_row, 0);
         const auto load_b = [&](Atom::B(&b)[2], int n, int step) {
-            Atom::load_b_trans(b, tile, first_col + 16 * n, step * Atom::kK);
+            Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
         };
         if constexpr (Plan::kShare == 1) {
             const Operand<Atom, kRowTiles, Plan::kBlockM / Atom::kK> operand(own);
@@ -282,10 +284,7 @@ struct Backward {
                 c, [&](int m, int step) { return operand.a[m][step]; }, load_b);
         } else {
             gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
-                c,
-                [&](int m, int step) {
-                    return Atom::load_a(common, warp_row + 16 * m, step * Atom::kK);
-                },
+                c, [&](int m, int step) { return Atom::load_a(rows, 16 * m, step * Atom::kK); },
                 load_b);
         }
     }
@@ -309,15 +308,15 @@ struct Backward {
         const i64 sums = (row_base() * Plan::kSlices + work.slice) * p.num_m_blocks + m_block;
         const u32 seen = turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
                                    u32(end - 1 - work.block));
-        const DsTile ds = ds_tile();
-        const KTile k = k_tile();
+        const auto ds = ds_tile().part<kDqRows>(0, row);
+        const auto k = k_tile().part<kDqCols>(0, slice_col);
         QueryGrad dq;
         dq.fill(0);
         gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
             dq,
-            [&](int m, int step) { return Atom::load_a_trans(ds, row + 16 * m, step * Atom::kK); },
+            [&](int m, int step) { return Atom::load_a_trans(ds, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b_trans(b, k, slice_col + 16 * n, step * Atom::kK);
+                Atom::load_b_trans(b, k, 16 * n, step * Atom::kK);
             });
         turn.wait(seen);
         add_dq(dq, m_block, row, slice_col);
@@ -346,8 +345,8 @@ struct Backward {
         dk.for_each(0, 0, [&](Accum& x, int, int) { x *= scale; });
         const SmemTile<T, Plan::kBlockN, Plan::kSliceDim> dk_tile{smem};
         const SmemTile<T, Plan::kBlockN, Plan::kSliceDimV> dv_tile{smem + KTile::kBytes};
-        store_fragment(dk_tile, dk, warp_row, share * kColumns);
-        store_fragment(dv_tile, dv, warp_row, share * kColumnsV);
+        store_fragment(dk_tile.part<kColumns>(warp_row, share * kColumns), dk);
+        store_fragment(dv_tile.part<kColumnsV>(warp_row, share * kColumnsV), dv);
         __syncthreads();
         store_tile<Plan::kStoreBytes, kThreads>(
             dk_tile,
@@ -379,13 +378,13 @@ struct Backward {
                 accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
             to_ds(ds, weights, m_block, stage, masked);
             if constexpr (Plan::kNeedDq) {
-                store_fragment(ds_tile(), ds, warp_row);
+                store_fragment(ds_tile().part(warp_row, 0), ds);
                 __syncthreads();
             }
         } else {
-            store_fragment(weights_tile(), weights, warp_row, share * kQueries);
+            store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), weights);
             to_ds(ds, weights, m_block, stage, masked);
-            store_fragment(ds_tile(), ds, warp_row, share * kQueries);
+            store_fragment(ds_tile().part<kQueries>(warp_row, share * kQueries), ds);
             __syncthreads();
             if constexpr (Plan::kNeedDkv)
                 accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());

@@ -146,12 +146,13 @@ struct Forward {
     }
 
     __device__ __forceinline__ void compute_scores(Scores& s, int stage) const {
-        const KTile k = k_tile(stage);
+        const auto q = q_tile.part(warp_row, 0);
+        const auto k = k_tile(stage).part(0, 0);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s,
             [&](int m, int step) {
-                return Atom::load_a(q_tile, warp_row + 16 * m, step * Atom::kK);
+                return Atom::load_a(q, 16 * m, step * Atom::kK);
             },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, k, 16 * n, step * Atom::kK); });
     }
@@ -170,10 +171,11 @@ struct Forward {
         if constexpr (Plan::kBand)
             if (masked) dirty |= find_nonfinite<true, kThreads>(v);
         const Operand<Atom, kRowTiles, Plan::kBlockN / Atom::kK> weights(s);
+        const auto columns = v.part(0, 0);
         gemm<Atom, Plan::kBlockN / Atom::kK, Plan::kBlockN>(
             o, [&](int m, int step) { return weights.a[m][step]; },
             [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b_trans(b, v, 16 * n, step * Atom::kK);
+                Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
             });
     }
 
@@ -205,7 +207,7 @@ struct Forward {
         o.for_each_row([&](Accum& x, int q) { x *= inverse[q]; });
         const OTile tile{q_tile.base + int(threadIdx.x) / kWarpSize * OTile::kBytes};
         __syncthreads();  // other warps may still read the tiles under this one
-        store_fragment(tile, o, 0);
+        store_fragment(tile.part(0, 0), o);
         __syncwarp();
         const BlockWork w = work();
         T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);

@@ -131,7 +131,7 @@ def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
         tile_bytes(rows, head_dim, item) + tile_bytes(rows, head_dim_v, item)
         for rows in (tile.block_n, tile.block_m)
     )
-    stage += tile_bytes(3, tile.block_m, max(item, 4))
+    stage += round_up(tile_bytes(3, tile.block_m, max(item, 4)), 128)
     scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
     scores *= tile_bytes(tile.block_n, tile.block_m, item)
     return keys + tile.stages * stage + scores + 48 + 16 * tile.warps
