@@ -85,7 +85,9 @@ inline constexpr int kRingBegin = KTile::kBytes + VTile::kBytes;
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
 inline constexpr int kWeightsBegin =
     kDsBegin + (Plan::kNeedDq || Plan::kShare > 1 ? DsTile::kBytes : 0);
-inline constexpr int kSharedValues = 3;  // addresses of q and dout, the range of queries
+// Addresses of q and dout, the range of queries, the block's work: what a step needs once at most
+// does not occupy a register.
+inline constexpr int kSharedValues = 4;
 inline constexpr int kValuesBegin = kWeightsBegin + (Plan::kShare > 1 ? DsTile::kBytes : 0);
 inline constexpr int kTurnsBegin = kValuesBegin + kSharedValues * 16;
 static_assert(kTurnsBegin + Plan::kWarps * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
@@ -98,9 +100,8 @@ using BlockWork = Work<Plan::kSlices>;
 
 struct Backward {
     const Params& p;
-    const BlockWork work;  // head counts key/value heads
     const u32 smem;
-    const int first_key, warp_row;
+    const int warp_row;
     // Which part of the queries, then of the columns, this warp takes for its keys.
     const int share;
     const Mask<Plan::kBand> visible;
@@ -108,25 +109,28 @@ struct Backward {
     bool k_dirty = false;  // k holds inf or NaN
     // So did a masked block of theirs: they were replaced by zero.
     bool q_dirty = false, dout_dirty = false;
-    u32 head;  // the query head of the current step
+    u32 head;  // the query head of the current step, counted over all batch entries
     const Turn<kOrdered> turn;
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
         : p(params),
-          work(w),
           smem(smem_base),
-          first_key(w.block * Plan::kBlockN),
           warp_row(int(threadIdx.x) / kWarpSize / Plan::kShare * kWarpRows),
           share(int(threadIdx.x) / kWarpSize % Plan::kShare),
           visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
           scale_log2(Accum(p.scale_log2)),
-          head(w.head * p.group),
+          head(first_head(w)),
           turn{{smem_base + kTurnsBegin + threadIdx.x / kWarpSize * 16}} {
         turn.init();
         if (threadIdx.x == 0) {
-            q_start().set(head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, 0));
+            shared_work().set(w);
+            const i64 before = i64(w.batch) * p.num_heads;
+            q_start().set(head_start<const T>(p.q, p.q_strides, p.batch_sizes, w.batch, 0) -
+                          before * p.q_strides.head);
             dout_start().set(
-                head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, work.batch, 0));
+                head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, w.batch, 0) -
+                before * p.dout_strides.head);
+            const int first_key = w.block * Plan::kBlockN;
             const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
             BlockRange queries = band_range<Plan::kBand>(first_key, last_key, -p.band_hi,
                                                          -p.band_lo, Plan::kBlockM, p.seqlen_q);
@@ -139,7 +143,8 @@ struct Backward {
         __syncthreads();
     }
 
-    // Of the batch entry's first head.
+    // Where head 0 of batch entry 0 were if all heads were a stride apart: `head` strides from there
+    // is the current one.
     __device__ __forceinline__ SharedValue<const T*> q_start() const {
         return {smem + kValuesBegin};
     }
@@ -150,6 +155,17 @@ struct Backward {
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {smem + kValuesBegin + 32};
     }
+    __device__ __forceinline__ SharedValue<BlockWork> shared_work() const {
+        return {smem + kValuesBegin + 48};
+    }
+    // Its head counts key/value heads.
+    __device__ __forceinline__ BlockWork work() const { return shared_work().get().folded(); }
+    __device__ __forceinline__ int first_key() const { return work().block * Plan::kBlockN; }
+    // The query heads of this key/value head: from here on, p.group of them.
+    __device__ __forceinline__ u32 first_head(const BlockWork& w) const {
+        return w.batch * p.num_heads + w.head * p.group;
+    }
+    __device__ __forceinline__ u32 end_head() const { return first_head(work()) + p.group; }
 
     __device__ __forceinline__ KTile k_tile() const { return {smem}; }
     __device__ __forceinline__ VTile v_tile() const { return {smem + KTile::kBytes}; }
@@ -166,12 +182,14 @@ struct Backward {
     __device__ __forceinline__ DsTile weights_tile() const { return {smem + kWeightsBegin}; }
 
     __device__ __forceinline__ Rows<const T> k_rows() const {
-        return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
-                p.k_strides, p.seqlen_k, p.head_dim};
+        const BlockWork w = work();
+        return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head), p.k_strides,
+                p.seqlen_k, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> v_rows() const {
-        return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, work.batch, work.head),
-                p.v_strides, p.seqlen_k, p.head_dim_v};
+        const BlockWork w = work();
+        return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head), p.v_strides,
+                p.seqlen_k, p.head_dim_v};
     }
     __device__ __forceinline__ Rows<const T> q_rows() const {
         return {q_start().get() + i64(head) * p.q_strides.head, p.q_strides, p.seqlen_q,
@@ -182,11 +200,9 @@ struct Backward {
                 p.head_dim_v};
     }
 
-    __device__ __forceinline__ i64 row_base() const { return i64(work.batch) * p.num_heads + head; }
-
     __device__ __forceinline__ void load_kv() const {
-        load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
-        load_tile<Plan::kCopyBytes, kThreads>(v_tile(), v_rows(), first_key);
+        load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key());
+        load_tile<Plan::kCopyBytes, kThreads>(v_tile(), v_rows(), first_key());
     }
     __device__ __forceinline__ void load_q(int m_block, int stage) const {
         load_tile<Plan::kCopyBytes, kThreads>(q_tile(stage), q_rows(), m_block * Plan::kBlockM);
@@ -194,7 +210,7 @@ struct Backward {
                                               m_block * Plan::kBlockM);
         // The workspaces are padded to whole blocks, so nothing here needs a bound.
         constexpr int kPieces = Plan::kBlockM * int(sizeof(Accum)) / 16;
-        const Accum* first = static_cast<const Accum*>(p.stats) + row_base() * 3 * p.stats_pitch +
+        const Accum* first = static_cast<const Accum*>(p.stats) + i64(head) * 3 * p.stats_pitch +
                              i64(m_block) * Plan::kBlockM;
         for (int i = threadIdx.x; i < 3 * kPieces; i += kThreads) {
             const int which = i / kPieces, col = i % kPieces * (16 / int(sizeof(Accum)));
@@ -219,7 +235,7 @@ struct Backward {
         }
     }
     template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
-        c.for_each(opaque(first_key + warp_row), m_block * Plan::kBlockM + share * kQueries,
+        c.for_each(first_key() + warp_row, m_block * Plan::kBlockM + share * kQueries,
                    [&](Accum& x, int j, int i) { f(x, i, j); });
     }
 
@@ -288,26 +304,28 @@ struct Backward {
                 load_b);
         }
     }
+    __device__ __forceinline__ int slice() const { return Plan::kSlices == 1 ? 0 : work().slice; }
     __device__ __forceinline__ int column() const {
-        return work.slice * Plan::kSliceDim + share * kColumns;
+        return slice() * Plan::kSliceDim + share * kColumns;
     }
     __device__ __forceinline__ int column_v() const {
-        return work.slice * Plan::kSliceDimV + share * kColumnsV;
+        return slice() * Plan::kSliceDimV + share * kColumnsV;
     }
 
     __device__ __forceinline__ void accumulate_dq(int m_block) {
         const int warp = int(threadIdx.x) / kWarpSize;
         if (kDqWarps < Plan::kWarps && warp >= kDqWarps) return;
         const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
-        const int slice_col = work.slice * Plan::kSliceDim + col;
+        const BlockWork w = work();
+        const int slice_col = w.slice * Plan::kSliceDim + col;
         const int first = m_block * Plan::kBlockM;
         const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
         const int end =
             band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k)
                 .end;
-        const i64 sums = (row_base() * Plan::kSlices + work.slice) * p.num_m_blocks + m_block;
+        const i64 sums = (i64(head) * Plan::kSlices + w.slice) * p.num_m_blocks + m_block;
         const u32 seen = turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
-                                   u32(end - 1 - work.block));
+                                   u32(end - 1 - w.block));
         const auto ds = ds_tile().part<kDqRows>(0, row);
         const auto k = k_tile().part<kDqCols>(0, slice_col);
         QueryGrad dq;
@@ -323,7 +341,7 @@ struct Backward {
     }
 
     __device__ __forceinline__ void add_dq(QueryGrad& dq, int m_block, int row, int col) const {
-        Accum* accum = static_cast<Accum*>(p.dq_accum) + row_base() * p.accum_pitch;
+        Accum* accum = static_cast<Accum*>(p.dq_accum) + i64(head) * p.accum_pitch;
         const i64 tile_row = (i64(m_block) * Plan::kBlockM + row) / 16;
 #pragma unroll
         for (int m = 0; m < QueryGrad::kRowTiles; ++m)
@@ -335,7 +353,8 @@ struct Backward {
 
     __device__ __forceinline__ Rows<T> grad_rows(void* array, const Strides& strides,
                                                  i32 dim) const {
-        T* start = head_start<T>(array, strides, p.batch_sizes, work.batch, work.head);
+        const BlockWork w = work();
+        T* start = head_start<T>(array, strides, p.batch_sizes, w.batch, w.head);
         return {start, strides, p.seqlen_k, dim};
     }
     // dk, dv of this block, staged in shared memory so that rows leave in 16-byte pieces.
@@ -350,12 +369,12 @@ struct Backward {
         __syncthreads();
         store_tile<Plan::kStoreBytes, kThreads>(
             dk_tile,
-            grad_rows(p.dk, p.dk_strides, p.head_dim).from_column(work.slice * Plan::kSliceDim),
-            first_key, threadIdx.x);
+            grad_rows(p.dk, p.dk_strides, p.head_dim).from_column(slice() * Plan::kSliceDim),
+            first_key(), threadIdx.x);
         store_tile<Plan::kStoreBytes, kThreads>(
             dv_tile,
-            grad_rows(p.dv, p.dv_strides, p.head_dim_v).from_column(work.slice * Plan::kSliceDimV),
-            first_key, threadIdx.x);
+            grad_rows(p.dv, p.dv_strides, p.head_dim_v).from_column(slice() * Plan::kSliceDimV),
+            first_key(), threadIdx.x);
     }
 
     __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage,
@@ -395,7 +414,7 @@ struct Backward {
             accumulate_dq(m_block);
             if (Plan::kBand && k_dirty) {  // the next scores need k as it is
                 __syncthreads();
-                load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
+                load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key());
                 cp_async_commit_group();
             }
         }
@@ -405,21 +424,23 @@ struct Backward {
     // key...
     __device__ __forceinline__ void restore_dkv(KeyGrad& dk, ValueGrad& dv, int first, int last) {
         const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
-        for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
+        const int first_row = first_key() + warp_row;
+        for (head = end_head() - p.group; head < end_head(); ++head) {
             if (dout_dirty)
-                restore_nonfinite<true>(dv, first_key + warp_row, 0,
-                                        dout_rows().from_column(column_v()), first, last, sees);
+                restore_nonfinite<true>(dv, first_row, 0, dout_rows().from_column(column_v()),
+                                        first, last, sees);
             if (q_dirty)
-                restore_nonfinite<false>(dk, first_key + warp_row, 0,
-                                         q_rows().from_column(column()), first, last, sees);
+                restore_nonfinite<false>(dk, first_row, 0, q_rows().from_column(column()), first,
+                                         last, sees);
         }
     }
     // ... and out of dq. NaN plus anything is NaN, so these additions need no turn.
     __device__ __forceinline__ void restore_dq(int first, int last) {
         const Rows<const T> keys = k_rows();
-        for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
-            Accum* accum = static_cast<Accum*>(p.dq_accum) + row_base() * p.accum_pitch;
-            for (int j = first_key; j < min_of(first_key + Plan::kBlockN, keys.count); ++j)
+        const int first_j = first_key(), last_j = min_of(first_j + Plan::kBlockN, keys.count);
+        for (head = end_head() - p.group; head < end_head(); ++head) {
+            Accum* accum = static_cast<Accum*>(p.dq_accum) + i64(head) * p.accum_pitch;
+            for (int j = first_j; j < last_j; ++j)
                 for (int d = 0; d < keys.dim; ++d) {
                     const T raw = *keys.at(j, d);
                     if (!is_nonfinite(raw)) continue;
@@ -459,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     while (more) {
         const BlockRange range = backward.range().get();
         const bool last_of_head = m_block + 1 == range.end;
-        more = !last_of_head || backward.head + 1 < (work.head + 1) * p.group;
+        more = !last_of_head || backward.head + 1 < backward.end_head();
         if constexpr (Plan::kStages == 1) {
             __syncthreads();
             backward.load_q(m_block, 0);

@@ -122,7 +122,7 @@ def forward_smem(problem, tile: Tile, stats: bool) -> int:
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
     """Bytes of shared memory of bwd_portable.cu: k, v, the ring of q, dout and row statistics,
-    dS^T, three values of a block and a turn for each warp.
+    dS^T, four values of a block and a turn for each warp.
     """
     item = ITEM_BYTES[problem.dtype]
     head_dim = tile.slices * _sliced(problem.head_dim, tile)
@@ -134,7 +134,7 @@ def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
     stage += round_up(tile_bytes(3, tile.block_m, max(item, 4)), 128)
     scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
     scores *= tile_bytes(tile.block_n, tile.block_m, item)
-    return keys + tile.stages * stage + scores + 48 + 16 * tile.warps
+    return keys + tile.stages * stage + scores + 64 + 16 * tile.warps
 
 
 def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:
