@@ -17,8 +17,8 @@
 //     masked steps only        all have read q and dout before their inf and NaN become zero
 //
 // With kShare = 2, two warps share their keys: each takes half of the queries in S^T and dP^T, then
-// half of the columns in dK and dV, with P^T and dS^T from shared memory. Warps then hold twice the
-// rows and read a fifth less: faster at head_dim 128 (296 against 269 TFLOP/s at seqlen 4096),
+// half of the columns in dK and dV, with the other's P^T and dS^T from shared memory. Warps then
+// hold twice the rows and read a fifth less: faster at head_dim 128 (296 against 269 TFLOP/s at seqlen 4096),
 // slower at 64 (247 against 281). Tried and dropped: one warp of a pair for S and dV, the other for
 // dP and dK (275, and P rounded before dS); operands read ahead by hand (no change); padded rows
 // (LDGSTS writes each line twice).
@@ -56,7 +56,7 @@ inline constexpr int kColumnsV = Plan::kSliceDimV / Plan::kShare;
 static_assert(kWarpRows % 16 == 0, "a warp's keys are whole tiles of 16");
 static_assert(kQueries % 16 == 0 && kColumns % 16 == 0 && kColumnsV % 16 == 0,
               "fragments come in pairs");
-static_assert(Plan::kShare == 1 || sizeof(T) == 2,
+static_assert(Plan::kShare == 1 || (Plan::kShare == 2 && sizeof(T) == 2),
               "only 16-bit operands keep k's order in shared memory");
 static_assert(Plan::kBlockM % 16 == 0, "P^T is an operand with 16 queries a step");
 
@@ -106,9 +106,9 @@ struct Backward {
     const int share;
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
-    bool k_dirty = false;  // k holds inf or NaN
-    // So did a masked block of theirs: they were replaced by zero.
-    bool q_dirty = false, dout_dirty = false;
+    // What held inf or NaN: k; or a masked block of q or dout, where they were replaced by zero.
+    enum Dirty : u32 { kDirtyK = 1, kDirtyQ = 2, kDirtyDout = 4 };
+    u32 dirty = 0;
     u32 head;  // the query head of the current step, counted over all batch entries
     const Turn<kOrdered> turn;
 
@@ -284,25 +284,31 @@ struct Backward {
                      [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
-    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]). The left operand
-    // is this warp's own fragment, or where warps share keys, their common tile.
+    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]), for the queries
+    // whose weights this warp computed...
     template <class C, class Tile>
-    __device__ __forceinline__ void accumulate(C& c, const Scores& own, DsTile common, Tile tile,
-                                               int first_col) const {
-        const auto columns = tile.template part<8 * C::kColTiles>(0, first_col);
-        const auto rows = common.part(warp_row, 0);
-        const auto load_b = [&](Atom::B(&b)[2], int n, int step) {
-            Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
-        };
-        if constexpr (Plan::kShare == 1) {
-            const Operand<Atom, kRowTiles, Plan::kBlockM / Atom::kK> operand(own);
-            gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
-                c, [&](int m, int step) { return operand.a[m][step]; }, load_b);
-        } else {
-            gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
-                c, [&](int m, int step) { return Atom::load_a(rows, 16 * m, step * Atom::kK); },
-                load_b);
-        }
+    __device__ __forceinline__ void accumulate_own(C& c, const Scores& own, Tile tile,
+                                                   int first_col) const {
+        const auto columns = tile.template part<8 * C::kColTiles>(share * kQueries, first_col);
+        const Operand<Atom, kRowTiles, kQueries / Atom::kK> operand(own);
+        gemm<Atom, kQueries / Atom::kK, kQueries>(
+            c, [&](int m, int step) { return operand.a[m][step]; },
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
+            });
+    }
+    // ... and for those of the warp that shares its keys, from their common tile.
+    template <class C, class Tile>
+    __device__ __forceinline__ void accumulate_other(C& c, DsTile common, Tile tile,
+                                                     int first_col) const {
+        const int other = (1 - share) * kQueries;
+        const auto columns = tile.template part<8 * C::kColTiles>(other, first_col);
+        const auto rows = common.part<kQueries>(warp_row, other);
+        gemm<Atom, kQueries / Atom::kK, kQueries>(
+            c, [&](int m, int step) { return Atom::load_a(rows, 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
+            });
     }
     __device__ __forceinline__ int slice() const { return Plan::kSlices == 1 ? 0 : work().slice; }
     __device__ __forceinline__ int column() const {
@@ -388,31 +394,29 @@ struct Backward {
         if constexpr (Plan::kBand && Plan::kNeedDkv)
             if (masked) {
                 __syncthreads();  // all have read q and dout as they are
-                q_dirty |= find_nonfinite<true, kThreads>(q_tile(stage));
-                dout_dirty |= find_nonfinite<true, kThreads>(dout_tile(stage));
+                if (find_nonfinite<true, kThreads>(q_tile(stage))) dirty |= kDirtyQ;
+                if (find_nonfinite<true, kThreads>(dout_tile(stage))) dirty |= kDirtyDout;
             }
-        if constexpr (Plan::kShare == 1) {
-            // dV stands between dP and dS, so that the tensor cores work while dS is formed.
-            if constexpr (Plan::kNeedDkv)
-                accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
-            to_ds(ds, weights, m_block, stage, masked);
-            if constexpr (Plan::kNeedDq) {
-                store_fragment(ds_tile().part(warp_row, 0), ds);
-                __syncthreads();
-            }
-        } else {
+        constexpr bool kShared = Plan::kShare > 1;
+        if constexpr (kShared)
             store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), weights);
-            to_ds(ds, weights, m_block, stage, masked);
+        // dV stands between dP and dS, so that the tensor cores work while dS is formed.
+        if constexpr (Plan::kNeedDkv) accumulate_own(dv, weights, dout_tile(stage), column_v());
+        to_ds(ds, weights, m_block, stage, masked);
+        if constexpr (Plan::kNeedDq || kShared) {
             store_fragment(ds_tile().part<kQueries>(warp_row, share * kQueries), ds);
             __syncthreads();
-            if constexpr (Plan::kNeedDkv)
-                accumulate(dv, weights, weights_tile(), dout_tile(stage), column_v());
         }
-        if constexpr (Plan::kNeedDkv) accumulate(dk, ds, ds_tile(), q_tile(stage), column());
+        if constexpr (Plan::kNeedDkv) {
+            if constexpr (kShared)
+                accumulate_other(dv, weights_tile(), dout_tile(stage), column_v());
+            accumulate_own(dk, ds, q_tile(stage), column());
+            if constexpr (kShared) accumulate_other(dk, ds_tile(), q_tile(stage), column());
+        }
         if constexpr (Plan::kNeedDq) {
-            if (Plan::kBand && k_dirty) find_nonfinite<true, kThreads>(k_tile());
+            if (Plan::kBand && (dirty & kDirtyK)) find_nonfinite<true, kThreads>(k_tile());
             accumulate_dq(m_block);
-            if (Plan::kBand && k_dirty) {  // the next scores need k as it is
+            if (Plan::kBand && (dirty & kDirtyK)) {  // the next scores need k as it is
                 __syncthreads();
                 load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key());
                 cp_async_commit_group();
@@ -426,10 +430,10 @@ struct Backward {
         const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
         const int first_row = first_key() + warp_row;
         for (head = end_head() - p.group; head < end_head(); ++head) {
-            if (dout_dirty)
+            if (dirty & kDirtyDout)
                 restore_nonfinite<true>(dv, first_row, 0, dout_rows().from_column(column_v()),
                                         first, last, sees);
-            if (q_dirty)
+            if (dirty & kDirtyQ)
                 restore_nonfinite<false>(dk, first_row, 0, q_rows().from_column(column()), first,
                                          last, sees);
         }
@@ -475,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     if constexpr (Plan::kBand) {
         cp_async_wait_group<0>();
         __syncthreads();
-        backward.k_dirty = find_nonfinite<false, kThreads>(backward.k_tile());
+        if (find_nonfinite<false, kThreads>(backward.k_tile())) backward.dirty |= Backward::kDirtyK;
     }
     while (more) {
         const BlockRange range = backward.range().get();
@@ -515,8 +519,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
         const BlockRange range = backward.range().get();
         const int first = range.begin * Plan::kBlockM;
         const int last = min_of(range.end * Plan::kBlockM, p.seqlen_q);
-        if (Plan::kNeedDq && backward.k_dirty) backward.restore_dq(first, last);
-        if (Plan::kNeedDkv && (backward.q_dirty || backward.dout_dirty))
+        if (Plan::kNeedDq && (backward.dirty & Backward::kDirtyK)) backward.restore_dq(first, last);
+        if (Plan::kNeedDkv && (backward.dirty & (Backward::kDirtyQ | Backward::kDirtyDout)))
             backward.restore_dkv(dk, dv, first, last);
     }
     if constexpr (Plan::kNeedDkv) backward.store(dk, dv);
