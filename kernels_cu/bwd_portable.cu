@@ -30,7 +30,7 @@
 //
 // Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
 // dout [kBlockM][kHeadDimV], row_max, row_sum, delta [kBlockM]) | ds^T, p^T [kBlockN][kBlockM] |
-// the addresses of q and dout; at the end dk and dv are staged over k and v.
+// the addresses of q and dout, the range of queries, the work, turns; at the end dk and dv are staged over k and v.
 //
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and
 // kSliceDimV of dv, where all of them would not fit the registers.
@@ -247,9 +247,7 @@ struct Backward {
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s, [&](int m, int step) { return Atom::load_a(k, 16 * m, step * Atom::kK); },
-            [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b(b, q, 16 * n, step * Atom::kK);
-            });
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
         with_stats(s, stage, 1, [&](Accum& x, Accum sum) { x = weight<T>(x * scale_log2, sum); });
@@ -330,15 +328,14 @@ struct Backward {
             band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k)
                 .end;
         const i64 sums = (i64(head) * Plan::kSlices + w.slice) * p.num_m_blocks + m_block;
-        const u32 seen = turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
-                                   u32(end - 1 - w.block));
+        const u32 seen =
+            turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp, u32(end - 1 - w.block));
         const auto ds = ds_tile().part<kDqRows>(0, row);
         const auto k = k_tile().part<kDqCols>(0, slice_col);
         QueryGrad dq;
         dq.fill(0);
         gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
-            dq,
-            [&](int m, int step) { return Atom::load_a_trans(ds, 16 * m, step * Atom::kK); },
+            dq, [&](int m, int step) { return Atom::load_a_trans(ds, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) {
                 Atom::load_b_trans(b, k, 16 * n, step * Atom::kK);
             });

@@ -150,10 +150,7 @@ struct Forward {
         const auto k = k_tile(stage).part(0, 0);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
-            s,
-            [&](int m, int step) {
-                return Atom::load_a(q, 16 * m, step * Atom::kK);
-            },
+            s, [&](int m, int step) { return Atom::load_a(q, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, k, 16 * n, step * Atom::kK); });
     }
 
@@ -212,9 +209,8 @@ struct Forward {
         const BlockWork w = work();
         T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
-        store_tile<Plan::kStoreBytes, kWarpSize>(
-            tile, rows.from_column(w.slice * Plan::kHeadDimV), w.block * Plan::kBlockM + warp_row,
-            lane_id());
+        store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows.from_column(w.slice * Plan::kHeadDimV),
+                                                 w.block * Plan::kBlockM + warp_row, lane_id());
     }
     __device__ __forceinline__ Accum* lse_start() const {
         const BlockWork w = work();

@@ -111,7 +111,9 @@ template <class Tile, int kWidth> struct TilePart {
     // each c within a line, and the rest is a constant of the instruction that uses it.
     __device__ __forceinline__ u32 address(int r, int c, int lane_row, int lane_col) const {
         constexpr int kWidthBytes = kWidth * int(sizeof(Element));
-        constexpr bool kApart = (kWidthBytes & (kWidthBytes - 1)) == 0 || kWidthBytes % 128 == 0;
+        // Rows eight apart are swizzled alike, except those of doubles.
+        constexpr bool kApart = sizeof(Element) < 8 &&
+                                ((kWidthBytes & (kWidthBytes - 1)) == 0 || kWidthBytes % 128 == 0);
         if constexpr (Tile::kSwizzled && !kApart) {
             return tile.address(row + r + lane_row, col + c + lane_col);
         } else {
