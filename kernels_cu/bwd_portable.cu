@@ -17,8 +17,8 @@
 //     masked steps only        all have read q and dout before their inf and NaN become zero
 //
 // With kShare = 2, two warps share their keys: each takes half of the queries in S^T and dP^T, then
-// half of the columns in dK and dV, with P^T and dS^T from shared memory. Warps then hold twice the
-// rows and read a fifth less: faster at head_dim 128 (296 against 269 TFLOP/s at seqlen 4096),
+// half of the columns in dK and dV, with the other's P^T and dS^T from shared memory. Warps then
+// hold twice the rows and read a fifth less: faster at head_dim 128 (296 against 269 TFLOP/s at seqlen 4096),
 // slower at 64 (247 against 281). Tried and dropped: one warp of a pair for S and dV, the other for
 // dP and dK (275, and P rounded before dS); operands read ahead by hand (no change); padded rows
 // (LDGSTS writes each line twice).
@@ -30,8 +30,9 @@
 //
 // Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
 // dout [kBlockM][kHeadDimV], row_max, row_sum, delta [kBlockM]) | ds^T, p^T [kBlockN][kBlockM] |
-// the addresses of q and dout; at the end dk and dv are staged over k and v. With kDirect there is
-// no room for k, v, q and dout: they are read from global memory (tile/direct_tile.cuh).
+// the addresses of q and dout, the range of queries, the work, turns; at the end dk and dv are
+// staged over k and v. With kDirect there is no room for k, v, q and dout: they are read from global
+// memory (tile/direct_tile.cuh).
 //
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and
 // kSliceDimV of dv, where all of them would not fit the registers.
@@ -58,7 +59,7 @@ inline constexpr int kColumnsV = Plan::kSliceDimV / Plan::kShare;
 static_assert(kWarpRows % 16 == 0, "a warp's keys are whole tiles of 16");
 static_assert(kQueries % 16 == 0 && kColumns % 16 == 0 && kColumnsV % 16 == 0,
               "fragments come in pairs");
-static_assert(Plan::kShare == 1 || sizeof(T) == 2,
+static_assert(Plan::kShare == 1 || (Plan::kShare == 2 && sizeof(T) == 2),
               "only 16-bit operands keep k's order in shared memory");
 static_assert(Plan::kBlockM % 16 == 0, "P^T is an operand with 16 queries a step");
 
@@ -85,13 +86,16 @@ using DkTile = SmemTile<T, Plan::kBlockN, Plan::kSliceDim>;
 using DvTile = SmemTile<T, Plan::kBlockN, Plan::kSliceDimV>;
 using DsTile = SmemTile<T, Plan::kBlockN, Plan::kBlockM>;
 using StatsTile = SmemTile<Accum, 3, Plan::kBlockM>;  // row_max, row_sum (attn/stats.cuh), delta
-inline constexpr int kStageBytes = QTile::kBytes + DoutTile::kBytes + StatsTile::kBytes;
+inline constexpr int kStageBytes =
+    QTile::kBytes + DoutTile::kBytes + ceil_div(StatsTile::kBytes, 128) * 128;
 inline constexpr int kVBegin = max_of(KTile::kBytes, DkTile::kBytes);
 inline constexpr int kRingBegin = kVBegin + max_of(VTile::kBytes, DvTile::kBytes);
 inline constexpr int kDsBegin = kRingBegin + Plan::kStages * kStageBytes;
 inline constexpr int kWeightsBegin =
     kDsBegin + (Plan::kNeedDq || Plan::kShare > 1 ? DsTile::kBytes : 0);
-inline constexpr int kSharedValues = 3;  // addresses of q and dout, the range of queries
+// Addresses of q and dout, the range of queries, the block's work: what a step needs once at most
+// does not occupy a register.
+inline constexpr int kSharedValues = 4;
 inline constexpr int kValuesBegin = kWeightsBegin + (Plan::kShare > 1 ? DsTile::kBytes : 0);
 inline constexpr int kTurnsBegin = kValuesBegin + kSharedValues * 16;
 static_assert(kTurnsBegin + Plan::kWarps * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
@@ -104,35 +108,37 @@ using BlockWork = Work<Plan::kSlices>;
 
 struct Backward {
     const Params& p;
-    const BlockWork work;  // head counts key/value heads
     const u32 smem;
-    const int first_key, warp_row;
+    const int warp_row;
     // Which part of the queries, then of the columns, this warp takes for its keys.
     const int share;
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
-    bool k_dirty = false;  // k holds inf or NaN
-    // So did a masked block of theirs: they were replaced by zero.
-    bool q_dirty = false, dout_dirty = false;
-    u32 head;  // the query head of the current step
+    // What held inf or NaN: k; or a masked block of q or dout, where they were replaced by zero.
+    enum Dirty : u32 { kDirtyK = 1, kDirtyQ = 2, kDirtyDout = 4 };
+    u32 dirty = 0;
+    u32 head;  // the query head of the current step, counted over all batch entries
     const Turn<kOrdered> turn;
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
         : p(params),
-          work(w),
           smem(smem_base),
-          first_key(w.block * Plan::kBlockN),
           warp_row(int(threadIdx.x) / kWarpSize / Plan::kShare * kWarpRows),
           share(int(threadIdx.x) / kWarpSize % Plan::kShare),
           visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
           scale_log2(Accum(p.scale_log2)),
-          head(w.head * p.group),
+          head(first_head(w)),
           turn{{smem_base + kTurnsBegin + threadIdx.x / kWarpSize * 16}} {
         turn.init();
         if (threadIdx.x == 0) {
-            q_start().set(head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, 0));
+            shared_work().set(w);
+            const i64 before = i64(w.batch) * p.num_heads;
+            q_start().set(head_start<const T>(p.q, p.q_strides, p.batch_sizes, w.batch, 0) -
+                          before * p.q_strides.head);
             dout_start().set(
-                head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, work.batch, 0));
+                head_start<const T>(p.dout, p.dout_strides, p.batch_sizes, w.batch, 0) -
+                before * p.dout_strides.head);
+            const int first_key = w.block * Plan::kBlockN;
             const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
             BlockRange queries = band_range<Plan::kBand>(first_key, last_key, -p.band_hi,
                                                          -p.band_lo, Plan::kBlockM, p.seqlen_q);
@@ -145,7 +151,8 @@ struct Backward {
         __syncthreads();
     }
 
-    // Of the batch entry's first head.
+    // Where head 0 of batch entry 0 were if all heads were a stride apart: `head` strides from there
+    // is the current one.
     __device__ __forceinline__ SharedValue<const T*> q_start() const {
         return {smem + kValuesBegin};
     }
@@ -156,23 +163,34 @@ struct Backward {
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {smem + kValuesBegin + 32};
     }
+    __device__ __forceinline__ SharedValue<BlockWork> shared_work() const {
+        return {smem + kValuesBegin + 48};
+    }
+    // Its head counts key/value heads.
+    __device__ __forceinline__ BlockWork work() const { return shared_work().get().folded(); }
+    __device__ __forceinline__ int first_key() const { return work().block * Plan::kBlockN; }
+    // The query heads of this key/value head: from here on, p.group of them.
+    __device__ __forceinline__ u32 first_head(const BlockWork& w) const {
+        return w.batch * p.num_heads + w.head * p.group;
+    }
+    __device__ __forceinline__ u32 end_head() const { return first_head(work()) + p.group; }
 
     // A block of queries is where the ring keeps it, or where it lies.
     __device__ __forceinline__ KTile k_tile() const {
-        return input_tile<KTile>(smem, [&] { return k_rows(); }, first_key);
+        return input_tile<KTile>(smem, [&] { return k_rows(); }, [&] { return first_key(); });
     }
     __device__ __forceinline__ VTile v_tile() const {
-        return input_tile<VTile>(smem + kVBegin, [&] { return v_rows(); }, first_key);
+        return input_tile<VTile>(smem + kVBegin, [&] { return v_rows(); }, [&] { return first_key(); });
     }
     __device__ __forceinline__ QTile q_tile(int m_block, int stage) const {
         return input_tile<QTile>(
             smem + kRingBegin + stage * kStageBytes, [&] { return q_rows(); },
-            m_block * Plan::kBlockM);
+            [&] { return m_block * Plan::kBlockM; });
     }
     __device__ __forceinline__ DoutTile dout_tile(int m_block, int stage) const {
         return input_tile<DoutTile>(
             smem + kRingBegin + stage * kStageBytes + QTile::kBytes, [&] { return dout_rows(); },
-            m_block * Plan::kBlockM);
+            [&] { return m_block * Plan::kBlockM; });
     }
     __device__ __forceinline__ StatsTile stats_tile(int stage) const {
         return {smem + kRingBegin + stage * kStageBytes + QTile::kBytes + DoutTile::kBytes};
@@ -181,12 +199,14 @@ struct Backward {
     __device__ __forceinline__ DsTile weights_tile() const { return {smem + kWeightsBegin}; }
 
     __device__ __forceinline__ Rows<const T> k_rows() const {
-        return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
-                p.k_strides, p.seqlen_k, p.head_dim};
+        const BlockWork w = work();
+        return {head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head), p.k_strides,
+                p.seqlen_k, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> v_rows() const {
-        return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, work.batch, work.head),
-                p.v_strides, p.seqlen_k, p.head_dim_v};
+        const BlockWork w = work();
+        return {head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head), p.v_strides,
+                p.seqlen_k, p.head_dim_v};
     }
     __device__ __forceinline__ Rows<const T> q_rows() const {
         return {q_start().get() + i64(head) * p.q_strides.head, p.q_strides, p.seqlen_q,
@@ -197,11 +217,9 @@ struct Backward {
                 p.head_dim_v};
     }
 
-    __device__ __forceinline__ i64 row_base() const { return i64(work.batch) * p.num_heads + head; }
-
     __device__ __forceinline__ void load_kv() const {
-        load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key);
-        load_tile<Plan::kCopyBytes, kThreads>(v_tile(), v_rows(), first_key);
+        load_tile<Plan::kCopyBytes, kThreads>(k_tile(), k_rows(), first_key());
+        load_tile<Plan::kCopyBytes, kThreads>(v_tile(), v_rows(), first_key());
     }
     __device__ __forceinline__ void load_q(int m_block, int stage) const {
         load_tile<Plan::kCopyBytes, kThreads>(q_tile(m_block, stage), q_rows(),
@@ -210,7 +228,7 @@ struct Backward {
                                               m_block * Plan::kBlockM);
         // The workspaces are padded to whole blocks, so nothing here needs a bound.
         constexpr int kPieces = Plan::kBlockM * int(sizeof(Accum)) / 16;
-        const Accum* first = static_cast<const Accum*>(p.stats) + row_base() * 3 * p.stats_pitch +
+        const Accum* first = static_cast<const Accum*>(p.stats) + i64(head) * 3 * p.stats_pitch +
                              i64(m_block) * Plan::kBlockM;
         for (int i = threadIdx.x; i < 3 * kPieces; i += kThreads) {
             const int which = i / kPieces, col = i % kPieces * (16 / int(sizeof(Accum)));
@@ -223,11 +241,11 @@ struct Backward {
     // columns of S^T.
     template <class F>
     __device__ __forceinline__ void with_stats(Scores& c, int stage, int which, F f) const {
-        const StatsTile stats = stats_tile(stage);
+        const auto stats = stats_tile(stage).part<kQueries>(0, share * kQueries);
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n) {
             Accum value[2];
-            stats.load_two(which, share * kQueries + 8 * n + lane_id() % 4 * 2, value);
+            StatsTile::load_two(stats.address(0, 8 * n, which, lane_id() % 4 * 2), value);
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -235,21 +253,19 @@ struct Backward {
         }
     }
     template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
-        c.for_each(opaque(first_key + warp_row), m_block * Plan::kBlockM + share * kQueries,
+        c.for_each(first_key() + warp_row, m_block * Plan::kBlockM + share * kQueries,
                    [&](Accum& x, int j, int i) { f(x, i, j); });
     }
 
     // P^T of one block.
     __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage,
                                                     bool masked) const {
-        const KTile k = k_tile();
-        const QTile q = q_tile(m_block, stage);
+        const auto k = k_tile().part(warp_row, 0);
+        const auto q = q_tile(m_block, stage).part(share * kQueries, 0);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
-            s, [&](int m, int step) { return Atom::load_a(k, warp_row + 16 * m, step * Atom::kK); },
-            [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b(b, q, share * kQueries + 16 * n, step * Atom::kK);
-            });
+            s, [&](int m, int step) { return Atom::load_a(k, 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
         apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
         with_stats(s, stage, 1, [&](Accum& x, Accum sum) { x = weight<T>(x * scale_log2, sum); });
@@ -260,14 +276,13 @@ struct Backward {
 
     // dP^T of one block.
     __device__ __forceinline__ void multiply_dout(Scores& dp, int m_block, int stage) const {
-        const VTile v = v_tile();
-        const DoutTile dout = dout_tile(m_block, stage);
+        const auto v = v_tile().part(warp_row, 0);
+        const auto dout = dout_tile(m_block, stage).part(share * kQueries, 0);
         dp.fill(0);
         gemm<Atom, Plan::kHeadDimV / Atom::kK, kSmemUnroll<T>>(
-            dp,
-            [&](int m, int step) { return Atom::load_a(v, warp_row + 16 * m, step * Atom::kK); },
+            dp, [&](int m, int step) { return Atom::load_a(v, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b(b, dout, share * kQueries + 16 * n, step * Atom::kK);
+                Atom::load_b(b, dout, 16 * n, step * Atom::kK);
             });
     }
     // dP^T to dS^T.
@@ -285,62 +300,69 @@ struct Backward {
                      [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
     }
 
-    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]). The left operand
-    // is this warp's own fragment, or where warps share keys, their common tile.
+    // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]), for the queries
+    // whose weights this warp computed...
     template <class C, class Tile>
-    __device__ __forceinline__ void accumulate(C& c, const Scores& own, DsTile common, Tile tile,
-                                               int first_col) const {
-        const auto load_b = [&](Atom::B(&b)[2], int n, int step) {
-            Atom::load_b_trans(b, tile, first_col + 16 * n, step * Atom::kK);
-        };
-        if constexpr (Plan::kShare == 1) {
-            const Operand<Atom, kRowTiles, Plan::kBlockM / Atom::kK> operand(own);
-            gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
-                c, [&](int m, int step) { return operand.a[m][step]; }, load_b);
-        } else {
-            gemm<Atom, Plan::kBlockM / Atom::kK, Plan::kBlockM>(
-                c,
-                [&](int m, int step) {
-                    return Atom::load_a(common, warp_row + 16 * m, step * Atom::kK);
-                },
-                load_b);
-        }
+    __device__ __forceinline__ void accumulate_own(C& c, const Scores& own, Tile tile,
+                                                   int first_col) const {
+        const auto columns = tile.template part<8 * C::kColTiles>(share * kQueries, first_col);
+        const Operand<Atom, kRowTiles, kQueries / Atom::kK> operand(own);
+        gemm<Atom, kQueries / Atom::kK, kQueries>(
+            c, [&](int m, int step) { return operand.a[m][step]; },
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
+            });
     }
+    // ... and for those of the warp that shares its keys, from their common tile.
+    template <class C, class Tile>
+    __device__ __forceinline__ void accumulate_other(C& c, DsTile common, Tile tile,
+                                                     int first_col) const {
+        const int other = (1 - share) * kQueries;
+        const auto columns = tile.template part<8 * C::kColTiles>(other, first_col);
+        const auto rows = common.part<kQueries>(warp_row, other);
+        gemm<Atom, kQueries / Atom::kK, kQueries>(
+            c, [&](int m, int step) { return Atom::load_a(rows, 16 * m, step * Atom::kK); },
+            [&](Atom::B(&b)[2], int n, int step) {
+                Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
+            });
+    }
+    __device__ __forceinline__ int slice() const { return Plan::kSlices == 1 ? 0 : work().slice; }
     __device__ __forceinline__ int column() const {
-        return work.slice * Plan::kSliceDim + share * kColumns;
+        return slice() * Plan::kSliceDim + share * kColumns;
     }
     __device__ __forceinline__ int column_v() const {
-        return work.slice * Plan::kSliceDimV + share * kColumnsV;
+        return slice() * Plan::kSliceDimV + share * kColumnsV;
     }
 
-    __device__ __forceinline__ void accumulate_dq(int m_block, KTile k) {
+    __device__ __forceinline__ void accumulate_dq(int m_block, KTile k_input) {
         const int warp = int(threadIdx.x) / kWarpSize;
         if (kDqWarps < Plan::kWarps && warp >= kDqWarps) return;
         const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
-        const int slice_col = work.slice * Plan::kSliceDim + col;
+        const BlockWork w = work();
+        const int slice_col = w.slice * Plan::kSliceDim + col;
         const int first = m_block * Plan::kBlockM;
         const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
         const int end =
             band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k)
                 .end;
-        const i64 sums = (row_base() * Plan::kSlices + work.slice) * p.num_m_blocks + m_block;
-        const u32 seen = turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
-                                   u32(end - 1 - work.block));
-        const DsTile ds = ds_tile();
+        const i64 sums = (i64(head) * Plan::kSlices + w.slice) * p.num_m_blocks + m_block;
+        const u32 seen =
+            turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp, u32(end - 1 - w.block));
+        const auto ds = ds_tile().part<kDqRows>(0, row);
+        const auto k = k_input.template part<kDqCols>(0, slice_col);
         QueryGrad dq;
         dq.fill(0);
         gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
-            dq,
-            [&](int m, int step) { return Atom::load_a_trans(ds, row + 16 * m, step * Atom::kK); },
+            dq, [&](int m, int step) { return Atom::load_a_trans(ds, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b_trans(b, k, slice_col + 16 * n, step * Atom::kK);
+                Atom::load_b_trans(b, k, 16 * n, step * Atom::kK);
             });
         turn.wait(seen);
         add_dq(dq, m_block, row, slice_col);
     }
 
     __device__ __forceinline__ void add_dq(QueryGrad& dq, int m_block, int row, int col) const {
-        Accum* accum = static_cast<Accum*>(p.dq_accum) + row_base() * p.accum_pitch;
+        Accum* accum = static_cast<Accum*>(p.dq_accum) + i64(head) * p.accum_pitch;
         const i64 tile_row = (i64(m_block) * Plan::kBlockM + row) / 16;
 #pragma unroll
         for (int m = 0; m < QueryGrad::kRowTiles; ++m)
@@ -352,7 +374,8 @@ struct Backward {
 
     __device__ __forceinline__ Rows<T> grad_rows(void* array, const Strides& strides,
                                                  i32 dim) const {
-        T* start = head_start<T>(array, strides, p.batch_sizes, work.batch, work.head);
+        const BlockWork w = work();
+        T* start = head_start<T>(array, strides, p.batch_sizes, w.batch, w.head);
         return {start, strides, p.seqlen_k, dim};
     }
     // dk, dv of this block, staged in shared memory so that rows leave in 16-byte pieces.
@@ -362,17 +385,17 @@ struct Backward {
         dk.for_each(0, 0, [&](Accum& x, int, int) { x *= scale; });
         const DkTile dk_tile{smem};
         const DvTile dv_tile{smem + kVBegin};
-        store_fragment(dk_tile, dk, warp_row, share * kColumns);
-        store_fragment(dv_tile, dv, warp_row, share * kColumnsV);
+        store_fragment(dk_tile.part<kColumns>(warp_row, share * kColumns), dk);
+        store_fragment(dv_tile.part<kColumnsV>(warp_row, share * kColumnsV), dv);
         __syncthreads();
         store_tile<Plan::kStoreBytes, kThreads>(
             dk_tile,
-            grad_rows(p.dk, p.dk_strides, p.head_dim).from_column(work.slice * Plan::kSliceDim),
-            first_key, threadIdx.x);
+            grad_rows(p.dk, p.dk_strides, p.head_dim).from_column(slice() * Plan::kSliceDim),
+            first_key(), threadIdx.x);
         store_tile<Plan::kStoreBytes, kThreads>(
             dv_tile,
-            grad_rows(p.dv, p.dv_strides, p.head_dim_v).from_column(work.slice * Plan::kSliceDimV),
-            first_key, threadIdx.x);
+            grad_rows(p.dv, p.dv_strides, p.head_dim_v).from_column(slice() * Plan::kSliceDimV),
+            first_key(), threadIdx.x);
     }
 
     __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage,
@@ -388,32 +411,31 @@ struct Backward {
         if constexpr (Plan::kBand && Plan::kNeedDkv)
             if (masked) {
                 __syncthreads();  // all have read q and dout as they are
-                q_dirty |= find_nonfinite<true, kThreads>(q);
-                dout_dirty |= find_nonfinite<true, kThreads>(dout);
+                if (find_nonfinite<true, kThreads>(q)) dirty |= kDirtyQ;
+                if (find_nonfinite<true, kThreads>(dout)) dirty |= kDirtyDout;
             }
-        if constexpr (Plan::kShare == 1) {
-            // dV stands between dP and dS, so that the tensor cores work while dS is formed.
-            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout, column_v());
-            to_ds(ds, weights, m_block, stage, masked);
-            if constexpr (Plan::kNeedDq) {
-                store_fragment(ds_tile(), ds, warp_row);
-                __syncthreads();
-            }
-        } else {
-            store_fragment(weights_tile(), weights, warp_row, share * kQueries);
-            to_ds(ds, weights, m_block, stage, masked);
-            store_fragment(ds_tile(), ds, warp_row, share * kQueries);
+        constexpr bool kShared = Plan::kShare > 1;
+        if constexpr (kShared)
+            store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), weights);
+        // dV stands between dP and dS, so that the tensor cores work while dS is formed.
+        if constexpr (Plan::kNeedDkv) accumulate_own(dv, weights, dout, column_v());
+        to_ds(ds, weights, m_block, stage, masked);
+        if constexpr (Plan::kNeedDq || kShared) {
+            store_fragment(ds_tile().part<kQueries>(warp_row, share * kQueries), ds);
             __syncthreads();
-            if constexpr (Plan::kNeedDkv) accumulate(dv, weights, weights_tile(), dout, column_v());
         }
-        if constexpr (Plan::kNeedDkv) accumulate(dk, ds, ds_tile(), q, column());
+        if constexpr (Plan::kNeedDkv) {
+            if constexpr (kShared) accumulate_other(dv, weights_tile(), dout, column_v());
+            accumulate_own(dk, ds, q, column());
+            if constexpr (kShared) accumulate_other(dk, ds_tile(), q, column());
+        }
         if constexpr (Plan::kNeedDq) {
             KTile k = k_tile();
-            if (Plan::kBand && k_dirty) find_nonfinite<true, kThreads>(k);
+            if (Plan::kBand && (dirty & kDirtyK)) find_nonfinite<true, kThreads>(k);
             accumulate_dq(m_block, k);
-            if (Plan::kBand && k_dirty) {  // the next scores need k as it is
+            if (Plan::kBand && (dirty & kDirtyK)) {  // the next scores need k as it is
                 __syncthreads();
-                load_tile<Plan::kCopyBytes, kThreads>(k, k_rows(), first_key);
+                load_tile<Plan::kCopyBytes, kThreads>(k, k_rows(), first_key());
                 cp_async_commit_group();
             }
         }
@@ -423,21 +445,23 @@ struct Backward {
     // key...
     __device__ __forceinline__ void restore_dkv(KeyGrad& dk, ValueGrad& dv, int first, int last) {
         const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
-        for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
-            if (dout_dirty)
-                restore_nonfinite<true>(dv, first_key + warp_row, 0,
-                                        dout_rows().from_column(column_v()), first, last, sees);
-            if (q_dirty)
-                restore_nonfinite<false>(dk, first_key + warp_row, 0,
-                                         q_rows().from_column(column()), first, last, sees);
+        const int first_row = first_key() + warp_row;
+        for (head = end_head() - p.group; head < end_head(); ++head) {
+            if (dirty & kDirtyDout)
+                restore_nonfinite<true>(dv, first_row, 0, dout_rows().from_column(column_v()),
+                                        first, last, sees);
+            if (dirty & kDirtyQ)
+                restore_nonfinite<false>(dk, first_row, 0, q_rows().from_column(column()), first,
+                                         last, sees);
         }
     }
     // ... and out of dq. NaN plus anything is NaN, so these additions need no turn.
     __device__ __forceinline__ void restore_dq(int first, int last) {
         const Rows<const T> keys = k_rows();
-        for (head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
-            Accum* accum = static_cast<Accum*>(p.dq_accum) + row_base() * p.accum_pitch;
-            for (int j = first_key; j < min_of(first_key + Plan::kBlockN, keys.count); ++j)
+        const int first_j = first_key(), last_j = min_of(first_j + Plan::kBlockN, keys.count);
+        for (head = end_head() - p.group; head < end_head(); ++head) {
+            Accum* accum = static_cast<Accum*>(p.dq_accum) + i64(head) * p.accum_pitch;
+            for (int j = first_j; j < last_j; ++j)
                 for (int d = 0; d < keys.dim; ++d) {
                     const T raw = *keys.at(j, d);
                     if (!is_nonfinite(raw)) continue;
@@ -473,12 +497,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
         cp_async_wait_group<0>();
         __syncthreads();
         KTile k = backward.k_tile();
-        backward.k_dirty = find_nonfinite<false, kThreads>(k);
+        if (find_nonfinite<false, kThreads>(k)) backward.dirty |= Backward::kDirtyK;
     }
     while (more) {
         const BlockRange range = backward.range().get();
         const bool last_of_head = m_block + 1 == range.end;
-        more = !last_of_head || backward.head + 1 < (work.head + 1) * p.group;
+        more = !last_of_head || backward.head + 1 < backward.end_head();
         if constexpr (Plan::kStages == 1) {
             __syncthreads();
             backward.load_q(m_block, 0);
@@ -513,8 +537,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
         const BlockRange range = backward.range().get();
         const int first = range.begin * Plan::kBlockM;
         const int last = min_of(range.end * Plan::kBlockM, p.seqlen_q);
-        if (Plan::kNeedDq && backward.k_dirty) backward.restore_dq(first, last);
-        if (Plan::kNeedDkv && (backward.q_dirty || backward.dout_dirty))
+        if (Plan::kNeedDq && (backward.dirty & Backward::kDirtyK)) backward.restore_dq(first, last);
+        if (Plan::kNeedDkv && (backward.dirty & (Backward::kDirtyQ | Backward::kDirtyDout)))
             backward.restore_dkv(dk, dv, first, last);
     }
     if constexpr (Plan::kNeedDkv) backward.store(dk, dv);

@@ -17,9 +17,9 @@
 //
 // Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]);
 // at the end the same bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte
-// pieces | the addresses of k and v. With kDirect there is no room for the first two: q, k and v are
-// read from global memory (tile/direct_tile.cuh), and the ring's steps only keep the warps together,
-// so that they find each other's reads in L1.
+// pieces | the addresses of k and v, the range of keys, the block's work. With kDirect there is no
+// room for the first two: q, k and v are read from global memory (tile/direct_tile.cuh), and the
+// ring's steps only keep the warps together, so that they find each other's reads in L1.
 //
 // Schedule: keys run from the last visible block to the first, so that the masked ends of the range
 // and the long full middle are one loop. With a band, blocks of queries run from the last to the
@@ -64,7 +64,9 @@ inline constexpr int kStageBytes = KTile::kBytes + (Plan::kStats ? 0 : VTile::kB
 inline constexpr int kInputBytes = QTile::kBytes + Plan::kStages * kStageBytes;
 inline constexpr int kOutputBytes = Plan::kStats ? 0 : Plan::kWarps * OTile::kBytes;
 inline constexpr int kTileBytes = max_of(kInputBytes, kOutputBytes);
-inline constexpr int kSharedValues = 3;  // addresses of k and v, the range of keys
+// Addresses of k and v, the range of keys, the block's work: what a step needs once at most does
+// not occupy a register.
+inline constexpr int kSharedValues = 4;
 static_assert(kTileBytes + kSharedValues * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
 
 using BlockWork = Work<Plan::kSlices>;
@@ -73,9 +75,8 @@ using Output = Fragment<Accum, kRowTiles, Plan::kHeadDimV / 8>;
 
 struct Forward {
     const Params& p;
-    const BlockWork work;
     const u32 smem;
-    const int first_row, warp_row;  // of the block, of this warp
+    const int warp_row;
     const Mask<Plan::kBand> visible;
     const Accum scale_log2;
     Softmax<Accum, kRowTiles> softmax;
@@ -83,18 +84,18 @@ struct Forward {
 
     __device__ __forceinline__ Forward(const Params& params, BlockWork w, u32 smem_base)
         : p(params),
-          work(w),
           smem(smem_base),
-          first_row(w.block * Plan::kBlockM),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
           visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
           scale_log2(Accum(p.scale_log2)) {
         softmax.init();
         if (threadIdx.x == 0) {
+            shared_work().set(w);
             k_start().set(
                 head_start<const T>(p.k, p.k_strides, p.batch_sizes, w.batch, w.head / p.group));
             v_start().set(
                 head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
+            const int first_row = w.block * Plan::kBlockM;
             const int last_row = min_of(first_row + Plan::kBlockM, p.seqlen_q) - 1;
             range().set(band_range<Plan::kBand>(first_row, last_row, p.band_lo, p.band_hi,
                                                 Plan::kBlockN, p.seqlen_k));
@@ -110,37 +111,44 @@ struct Forward {
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {smem + kTileBytes + 32};
     }
+    __device__ __forceinline__ SharedValue<BlockWork> shared_work() const {
+        return {smem + kTileBytes + 48};
+    }
+    __device__ __forceinline__ BlockWork work() const { return shared_work().get().folded(); }
+    __device__ __forceinline__ int first_row() const { return work().block * Plan::kBlockM; }
 
     // Built where they are used: strides and lengths come from constant memory and need not live in
     // registers.
     __device__ __forceinline__ Rows<const T> q_rows() const {
-        return {head_start<const T>(p.q, p.q_strides, p.batch_sizes, work.batch, work.head),
-                p.q_strides, p.seqlen_q, p.head_dim};
+        const BlockWork w = work();
+        return {head_start<const T>(p.q, p.q_strides, p.batch_sizes, w.batch, w.head), p.q_strides,
+                p.seqlen_q, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> k_rows() const {
         return {k_start().get(), p.k_strides, p.seqlen_k, p.head_dim};
     }
     __device__ __forceinline__ Rows<const T> v_rows() const {
-        return Rows<const T>(v_start().get(), p.v_strides, p.seqlen_k, p.head_dim_v)
-            .from_column(work.slice * Plan::kHeadDimV);
+        const Rows<const T> rows(v_start().get(), p.v_strides, p.seqlen_k, p.head_dim_v);
+        if constexpr (Plan::kSlices == 1) return rows;
+        return rows.from_column(work().slice * Plan::kHeadDimV);
     }
     // A block of keys is where the ring keeps it, or where it lies.
     __device__ __forceinline__ QTile q_tile() const {
-        return input_tile<QTile>(smem, [&] { return q_rows(); }, first_row);
+        return input_tile<QTile>(smem, [&] { return q_rows(); }, [&] { return first_row(); });
     }
     __device__ __forceinline__ KTile k_tile(int n_block, int stage) const {
         return input_tile<KTile>(
             smem + QTile::kBytes + stage * kStageBytes, [&] { return k_rows(); },
-            n_block * Plan::kBlockN);
+            [&] { return n_block * Plan::kBlockN; });
     }
     __device__ __forceinline__ VTile v_tile(int n_block, int stage) const {
         return input_tile<VTile>(
             smem + QTile::kBytes + stage * kStageBytes + KTile::kBytes, [&] { return v_rows(); },
-            n_block * Plan::kBlockN);
+            [&] { return n_block * Plan::kBlockN; });
     }
 
     __device__ __forceinline__ void load_q() const {
-        load_tile<Plan::kCopyBytes, kThreads>(q_tile(), q_rows(), first_row);
+        load_tile<Plan::kCopyBytes, kThreads>(q_tile(), q_rows(), first_row());
     }
     __device__ __forceinline__ void load_kv(int n_block, int stage) const {
         load_tile<Plan::kCopyBytes, kThreads>(k_tile(n_block, stage), k_rows(),
@@ -151,11 +159,11 @@ struct Forward {
     }
 
     __device__ __forceinline__ void compute_scores(Scores& s, int n_block, int stage) const {
-        const QTile q = q_tile();
-        const KTile k = k_tile(n_block, stage);
+        const auto q = q_tile().part(warp_row, 0);
+        const auto k = k_tile(n_block, stage).part(0, 0);
         s.fill(0);
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
-            s, [&](int m, int step) { return Atom::load_a(q, warp_row + 16 * m, step * Atom::kK); },
+            s, [&](int m, int step) { return Atom::load_a(q, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, k, 16 * n, step * Atom::kK); });
     }
 
@@ -163,7 +171,7 @@ struct Forward {
                                                          bool masked) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if (!masked) return;
-        s.for_each(opaque(first_row + warp_row), n_block * Plan::kBlockN,
+        s.for_each(first_row() + warp_row, n_block * Plan::kBlockN,
                    [&](Accum& x, int i, int j) { x = visible(i, j) ? x : -infinity<Accum>(); });
     }
 
@@ -174,10 +182,11 @@ struct Forward {
         if constexpr (Plan::kBand)
             if (masked) dirty |= find_nonfinite<true, kThreads>(v);
         const Operand<Atom, kRowTiles, Plan::kBlockN / Atom::kK> weights(s);
+        const auto columns = v.part(0, 0);
         gemm<Atom, Plan::kBlockN / Atom::kK, Plan::kBlockN>(
             o, [&](int m, int step) { return weights.a[m][step]; },
             [&](Atom::B(&b)[2], int n, int step) {
-                Atom::load_b_trans(b, v, 16 * n, step * Atom::kK);
+                Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
             });
     }
 
@@ -194,9 +203,10 @@ struct Forward {
     // f(row of the sequence, q) once for each row of this quad that exists.
     template <class F> __device__ __forceinline__ void for_each_row(F f) const {
         if (lane_id() % 4 != 0) return;
+        const int first = first_row() + warp_row + lane_id() / 4;
 #pragma unroll
         for (int q = 0; q < kRowsPerLane; ++q) {
-            const int row = first_row + warp_row + 16 * (q / 2) + 8 * (q % 2) + lane_id() / 4;
+            const int row = first + 16 * (q / 2) + 8 * (q % 2);
             if (row < p.seqlen_q) f(row, q);
         }
     }
@@ -208,15 +218,17 @@ struct Forward {
         o.for_each_row([&](Accum& x, int q) { x *= inverse[q]; });
         const OTile tile{smem + int(threadIdx.x) / kWarpSize * OTile::kBytes};
         __syncthreads();  // other warps may still read the tiles under this one
-        store_fragment(tile, o, 0);
+        store_fragment(tile.part(0, 0), o);
         __syncwarp();
-        T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, work.batch, work.head);
+        const BlockWork w = work();
+        T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
-        store_tile<Plan::kStoreBytes, kWarpSize>(
-            tile, rows.from_column(work.slice * Plan::kHeadDimV), first_row + warp_row, lane_id());
+        store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows.from_column(w.slice * Plan::kHeadDimV),
+                                                 w.block * Plan::kBlockM + warp_row, lane_id());
     }
     __device__ __forceinline__ Accum* lse_start() const {
-        return head_start<Accum>(p.lse, p.lse_strides, p.batch_sizes, work.batch, work.head);
+        const BlockWork w = work();
+        return head_start<Accum>(p.lse, p.lse_strides, p.batch_sizes, w.batch, w.head);
     }
     __device__ __forceinline__ void store_lse() const {
         Accum* lse = lse_start();
@@ -228,9 +240,9 @@ struct Forward {
     // store_stats.
     __device__ __forceinline__ bool any_large_lse() const {
         Accum* lse = lse_start();
+        const int first = first_row(), end = min_of(first + Plan::kBlockM, p.seqlen_q);
         bool large = false;
-        for (int row = first_row + threadIdx.x; row < min_of(first_row + Plan::kBlockM, p.seqlen_q);
-             row += kThreads)
+        for (int row = first + threadIdx.x; row < end; row += kThreads)
             large |= is_large(lse[row * p.lse_strides.row]);
         return __syncthreads_or(large);
     }
@@ -239,10 +251,11 @@ struct Forward {
     }
     __device__ __forceinline__ void store_stats() const {
         Accum* lse = lse_start();
+        const BlockWork w = work();
         for_each_row([&](int row, int q) {
             if (!is_large(lse[row * p.lse_strides.row])) return;
             Accum* stats = static_cast<Accum*>(p.stats) +
-                           (i64(work.batch) * p.num_heads + work.head) * 3 * p.stats_pitch;
+                           (i64(w.batch) * p.num_heads + w.head) * 3 * p.stats_pitch;
             stats[row] = softmax.reference[q];
             stats[p.stats_pitch + row] = row_sum_of<T>(softmax.sum[q]);
         });
@@ -296,14 +309,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
 
     if constexpr (Plan::kBand && !Plan::kStats)
         if (forward.dirty)
-            restore_nonfinite<true>(o, forward.first_row + forward.warp_row, 0, forward.v_rows(),
+            restore_nonfinite<true>(o, forward.first_row() + forward.warp_row, 0, forward.v_rows(),
                                     forward.range().get().begin * Plan::kBlockN,
                                     forward.range().get().end * Plan::kBlockN, forward.visible);
     forward.softmax.finish();
     if constexpr (Plan::kStats) {
         forward.store_stats();
     } else {
-        if (p.lse != nullptr && work.slice == 0) forward.store_lse();
+        if (p.lse != nullptr && forward.work().slice == 0) forward.store_lse();
         forward.store_out(o);
     }
 }

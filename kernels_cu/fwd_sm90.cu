@@ -410,7 +410,7 @@ struct Consumer {
         const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
         o.for_each_row([&](float& x, int q) { x *= inverse[q]; });
         const OTile tile{smem.out() + thread / kWarpSize * OTile::kBytes};
-        store_fragment(tile, o, 0);
+        store_fragment(tile.part(0, 0), o);
         __syncwarp();
         if constexpr (Plan::kBand)
             if (dirty) restore(tile, w, first_row);

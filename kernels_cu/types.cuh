@@ -47,6 +47,6 @@ template <class T> __device__ __forceinline__ constexpr T max_of(T a, T b) { ret
 __device__ __forceinline__ int floor_div(int a, int b) {
     return a >= 0 ? a / b : -((-a + b - 1) / b);
 }
-__device__ __forceinline__ int ceil_div(int a, int b) {
+__device__ __forceinline__ constexpr int ceil_div(int a, int b) {
     return a > 0 ? (a + b - 1) / b : -(-a / b);
 }

@@ -134,19 +134,19 @@ def _tile_of(direction, table, problem, device, tile, smem) -> tuple[Tile, int]:
 
 def forward_smem(problem, tile: Tile, stats: bool) -> int:
     """Bytes of shared memory of fwd_portable.cu: the ring, or the staged output in its place, and
-    three values of a block.
+    four values of a block.
     """
     item = ITEM_BYTES[problem.dtype]
     head_dim, head_dim_v = _padded(problem.head_dim), _sliced(problem.head_dim_v, tile)
     stage = tile_bytes(tile.block_n, head_dim, item)
     stage += 0 if stats else tile_bytes(tile.block_n, head_dim_v, item)
     inputs = 0 if tile.direct else tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
-    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 48
+    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 64
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
     """Bytes of shared memory of bwd_portable.cu: k and v, or the staged dk and dv in their place,
-    the ring of q, dout and row statistics, dS^T, three values of a block and a turn for each warp.
+    the ring of q, dout and row statistics, dS^T, four values of a block and a turn for each warp.
     """
     item = ITEM_BYTES[problem.dtype]
     slices = [_sliced(dim, tile) for dim in (problem.head_dim, problem.head_dim_v)]
@@ -156,10 +156,10 @@ def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
         for rows in (tile.block_n, tile.block_m)
     )
     stage = 0 if tile.direct else queries
-    stage += tile_bytes(3, tile.block_m, max(item, 4))
+    stage += round_up(tile_bytes(3, tile.block_m, max(item, 4)), 128)
     scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
     scores *= tile_bytes(tile.block_n, tile.block_m, item)
-    return keys + tile.stages * stage + scores + 48 + 16 * tile.warps
+    return keys + tile.stages * stage + scores + 64 + 16 * tile.warps
 
 
 def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:

@@ -18,26 +18,26 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
 
 // Addresses for ldmatrix: lanes 8i .. 8i + 7 hold the rows of matrix i. `kDown` says whether matrix
 // 1 lies below matrix 0 (and 2 beside it) or beside it (and 2 below).
-template <bool kDown, class Tile>
-__device__ __forceinline__ u32 ldmatrix_address(Tile tile, int row, int col) {
-    constexpr int kPerPiece = 16 / int(sizeof(typename Tile::Element));
+template <bool kDown, class Part>
+__device__ __forceinline__ u32 ldmatrix_address(Part part, int row, int col) {
+    constexpr int kPerPiece = 16 / int(sizeof(typename Part::Element));
     const int lane = lane_id();
     const int first = lane / 8 % 2, second = lane / 16;
-    return tile.address(row + lane % 8 + 8 * (kDown ? first : second),
-                        col + kPerPiece * (kDown ? second : first));
+    return part.address(row, col, lane % 8 + 8 * (kDown ? first : second),
+                        kPerPiece * (kDown ? second : first));
 }
 // The four 8 x 4 matrices of 32-bit elements at that address; element by element where the tile is
 // not in shared memory.
-template <bool kDown, class Tile>
-__device__ __forceinline__ void load_matrices(float (&x)[4], Tile tile, int row, int col) {
-    if constexpr (Tile::kDirect) {
+template <bool kDown, class Part>
+__device__ __forceinline__ void load_matrices(float (&x)[4], Part part, int row, int col) {
+    if constexpr (Part::kDirect) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            x[i] = tile.load(row + lane_id() / 4 + 8 * (kDown ? i % 2 : i / 2),
+            x[i] = part.load(row + lane_id() / 4 + 8 * (kDown ? i % 2 : i / 2),
                              col + lane_id() % 4 + 4 * (kDown ? i / 2 : i % 2));
     } else {
         u32 bits[4];
-        ldmatrix_x4(bits, ldmatrix_address<kDown>(tile, row, col));
+        ldmatrix_x4(bits, ldmatrix_address<kDown>(part, row, col));
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(bits[i]);
     }
@@ -92,27 +92,27 @@ template <class T> struct Atom16 {
         u32 x[2];
     };
 
-    template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
+    template <class Part> static __device__ __forceinline__ A load_a(Part part, int row, int k) {
         A a;
-        ldmatrix_x4(a.x, ldmatrix_address<true>(tile, row, k));
+        ldmatrix_x4(a.x, ldmatrix_address<true>(part, row, k));
         return a;
     }
-    template <class Tile>
-    static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+    template <class Part>
+    static __device__ __forceinline__ A load_a_trans(Part part, int row, int k) {
         A a;
-        ldmatrix_x4_trans(a.x, ldmatrix_address<false>(tile, k, row));
+        ldmatrix_x4_trans(a.x, ldmatrix_address<false>(part, k, row));
         return a;
     }
-    template <class Tile>
-    static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
+    template <class Part>
+    static __device__ __forceinline__ void load_b(B (&b)[2], Part part, int col, int k) {
         u32 x[4];
-        ldmatrix_x4(x, ldmatrix_address<false>(tile, col, k));
+        ldmatrix_x4(x, ldmatrix_address<false>(part, col, k));
         b[0].x[0] = x[0], b[0].x[1] = x[1], b[1].x[0] = x[2], b[1].x[1] = x[3];
     }
-    template <class Tile>
-    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {
+    template <class Part>
+    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Part part, int col, int k) {
         u32 x[4];
-        ldmatrix_x4_trans(x, ldmatrix_address<true>(tile, k, col));
+        ldmatrix_x4_trans(x, ldmatrix_address<true>(part, k, col));
         b[0].x[0] = x[0], b[0].x[1] = x[1], b[1].x[0] = x[2], b[1].x[1] = x[3];
     }
     static __device__ __forceinline__ A a_from_c(const float (&left)[4], const float (&right)[4]) {
@@ -145,31 +145,31 @@ template <bool kTf32> struct Atom32 {
         float x[2];
     };
 
-    template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
+    template <class Part> static __device__ __forceinline__ A load_a(Part part, int row, int k) {
         A a;
-        load_matrices<true>(a.x, tile, row, k);
+        load_matrices<true>(a.x, part, row, k);
         return a;
     }
-    template <class Tile>
-    static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+    template <class Part>
+    static __device__ __forceinline__ A load_a_trans(Part part, int row, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
-        return {{tile.load(k + 2 * t, row + g), tile.load(k + 2 * t, row + g + 8),
-                 tile.load(k + 2 * t + 1, row + g), tile.load(k + 2 * t + 1, row + g + 8)}};
+        return {{part.load(k + 2 * t, row + g), part.load(k + 2 * t, row + g + 8),
+                 part.load(k + 2 * t + 1, row + g), part.load(k + 2 * t + 1, row + g + 8)}};
     }
-    template <class Tile>
-    static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
+    template <class Part>
+    static __device__ __forceinline__ void load_b(B (&b)[2], Part part, int col, int k) {
         float x[4];
-        load_matrices<false>(x, tile, col, k);
+        load_matrices<false>(x, part, col, k);
         b[0] = {{x[0], x[1]}};
         b[1] = {{x[2], x[3]}};
     }
-    template <class Tile>
-    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {
+    template <class Part>
+    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Part part, int col, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
         for (int n = 0; n < 2; ++n)
             b[n] = {
-                {tile.load(k + 2 * t, col + 8 * n + g), tile.load(k + 2 * t + 1, col + 8 * n + g)}};
+                {part.load(k + 2 * t, col + 8 * n + g), part.load(k + 2 * t + 1, col + 8 * n + g)}};
     }
     static __device__ __forceinline__ A a_from_c(const float (&c)[4]) {
         return {{c[0], c[2], c[1], c[3]}};
@@ -217,34 +217,34 @@ struct Atom64 {
         double x[4];
     };
 
-    template <class Tile> static __device__ __forceinline__ A load_a(Tile tile, int row, int k) {
+    template <class Part> static __device__ __forceinline__ A load_a(Part part, int row, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
         A a;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) a.x[i] = tile.load(row + g + 8 * (i % 2), k + t + 4 * (i / 2));
+        for (int i = 0; i < 8; ++i) a.x[i] = part.load(row + g + 8 * (i % 2), k + t + 4 * (i / 2));
         return a;
     }
-    template <class Tile>
-    static __device__ __forceinline__ A load_a_trans(Tile tile, int row, int k) {
+    template <class Part>
+    static __device__ __forceinline__ A load_a_trans(Part part, int row, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
         A a;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) a.x[i] = tile.load(k + slot(i / 2, t), row + g + 8 * (i % 2));
+        for (int i = 0; i < 8; ++i) a.x[i] = part.load(k + slot(i / 2, t), row + g + 8 * (i % 2));
         return a;
     }
-    template <class Tile>
-    static __device__ __forceinline__ void load_b(B (&b)[2], Tile tile, int col, int k) {
+    template <class Part>
+    static __device__ __forceinline__ void load_b(B (&b)[2], Part part, int col, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            b[i / 4].x[i % 4] = tile.load(col + 8 * (i / 4) + g, k + t + 4 * (i % 4));
+            b[i / 4].x[i % 4] = part.load(col + 8 * (i / 4) + g, k + t + 4 * (i % 4));
     }
-    template <class Tile>
-    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Tile tile, int col, int k) {
+    template <class Part>
+    static __device__ __forceinline__ void load_b_trans(B (&b)[2], Part part, int col, int k) {
         const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            b[i / 4].x[i % 4] = tile.load(k + slot(i % 4, t), col + 8 * (i / 4) + g);
+            b[i / 4].x[i % 4] = part.load(k + slot(i % 4, t), col + 8 * (i / 4) + g);
     }
     static __device__ __forceinline__ A a_from_c(const double (&left)[4],
                                                  const double (&right)[4]) {

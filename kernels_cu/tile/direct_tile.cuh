@@ -26,6 +26,10 @@ template <class T, int kRowCount, int kColCount> struct DirectTile {
         if (row < rows.count && col < rows.dim) x = *rows.at(row, col);
         return only_finite && is_nonfinite(x) ? T{} : x;
     }
+    template <int kWidth = kColCount>
+    __device__ __forceinline__ TilePart<DirectTile, kWidth> part(int row, int col) const {
+        return {*this, row, col};
+    }
 };
 
 // Where a kernel reads its inputs from.
@@ -33,12 +37,12 @@ template <bool kDirect, class T, int kRows, int kCols>
 using InputTile =
     typename Select<kDirect, DirectTile<T, kRows, kCols>, SmemTile<T, kRows, kCols>>::type;
 
-// That input: a tile at `address` in shared memory, or the rows from `first` on of rows(), which is
+// That input: a tile at `address` in shared memory, or the rows from first() on of rows(), which are
 // asked only if need be.
-template <class Tile, class MakeRows>
-__device__ __forceinline__ Tile input_tile(u32 address, MakeRows rows, int first) {
+template <class Tile, class MakeRows, class First>
+__device__ __forceinline__ Tile input_tile(u32 address, MakeRows rows, First first) {
     if constexpr (Tile::kDirect)
-        return {rows(), first};
+        return {rows(), first()};
     else
         return {address};
 }

@@ -78,13 +78,12 @@ __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
     }
 }
 
-// A warp's accumulators into a tile of the output's type, from (row, col) on, each lane its own
-// elements.
-template <class Tile, class Accum, int kRowTiles, int kColTiles>
-__device__ __forceinline__ void store_fragment(Tile tile,
-                                               const Fragment<Accum, kRowTiles, kColTiles>& c,
-                                               int row = 0, int col = 0) {
+// A warp's accumulators into a part of a tile of the output's type, each lane its own elements.
+template <class Tile, int kWidth, class Accum, int kRowTiles, int kColTiles>
+__device__ __forceinline__ void store_fragment(TilePart<Tile, kWidth> part,
+                                               const Fragment<Accum, kRowTiles, kColTiles>& c) {
     using T = typename Tile::Element;
+    static_assert(kWidth == 8 * kColTiles, "the fragment's columns");
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -92,12 +91,13 @@ __device__ __forceinline__ void store_fragment(Tile tile,
         for (int n = 0; n < kColTiles; ++n)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int i = row + 16 * m + g + 8 * h, j = col + 8 * n + 2 * t;
+                const u32 address = part.address(16 * m + 8 * h, 8 * n, g, 2 * t);
+                const Accum left = c.x[m][n][2 * h], right = c.x[m][n][2 * h + 1];
                 if constexpr (sizeof(T) == 2) {
-                    tile.store_pair(i, j, pack<T>(c.x[m][n][2 * h], c.x[m][n][2 * h + 1]));
+                    Tile::store_pair(address, pack<T>(left, right));
                 } else {
-                    tile.store(i, j, c.x[m][n][2 * h]);
-                    tile.store(i, j + 1, c.x[m][n][2 * h + 1]);
+                    Tile::store_at(address, left);
+                    Tile::store_at(address + sizeof(T), right);
                 }
             }
 }

@@ -13,6 +13,8 @@ __device__ constexpr int row_pitch(int row_bytes) {
     return row_bytes % 128 == 0 || row_bytes / 16 % 2 == 1 ? row_bytes : row_bytes + 16;
 }
 
+template <class Tile, int kWidth> struct TilePart;
+
 template <class T, int kRowCount, int kColCount> struct SmemTile {
     using Element = T;
     static constexpr bool kDirect = false;  // see direct_tile.cuh
@@ -23,7 +25,7 @@ template <class T, int kRowCount, int kColCount> struct SmemTile {
     static constexpr int kBytes = kRows * kRowBytes;
     static_assert(kCols * sizeof(T) % 16 == 0, "a row is whole 16-byte pieces");
 
-    u32 base;  // address in the shared window
+    u32 base;  // address in the shared window, a multiple of 128
 
     // Doubles are read by quads that cover 32 bytes of four rows, or of every second row of eight.
     static __device__ __forceinline__ int swizzle(int row) {
@@ -33,6 +35,11 @@ template <class T, int kRowCount, int kColCount> struct SmemTile {
     __device__ __forceinline__ u32 address(int row, int col) const {
         const int offset = col * int(sizeof(T));
         return base + row * kRowBytes + (kSwizzled ? offset ^ swizzle(row) : offset);
+    }
+    // From (row, col) on. The columns are kWidth wide and begin at a multiple of kWidth.
+    template <int kWidth = kColCount>
+    __device__ __forceinline__ TilePart<SmemTile, kWidth> part(int row, int col) const {
+        return {*this, row, col};
     }
     __device__ __forceinline__ T load(int row, int col) const {
         T x;
@@ -48,34 +55,36 @@ template <class T, int kRowCount, int kColCount> struct SmemTile {
         }
         return x;
     }
-    // Columns col and col + 1, col even.
-    __device__ __forceinline__ void load_two(int row, int col, T (&x)[2]) const {
+    __device__ __forceinline__ void store(int row, int col, T x) const {
+        store_at(address(row, col), x);
+    }
+    static __device__ __forceinline__ void store_at(u32 address, T x) {
+        if constexpr (sizeof(T) == 8) {
+            asm volatile("st.shared.f64 [%0], %1;" ::"r"(address), "d"(x) : "memory");
+        } else if constexpr (sizeof(T) == 4) {
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+        } else {
+            asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x.bits) : "memory");
+        }
+    }
+    // The two elements at `address`.
+    static __device__ __forceinline__ void load_two(u32 address, T (&x)[2]) {
         if constexpr (sizeof(T) == 8) {
             asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
                          : "=d"(x[0]), "=d"(x[1])
-                         : "r"(address(row, col))
+                         : "r"(address)
                          : "memory");
         } else {
             static_assert(sizeof(T) == 4,
                           "pairs of 16-bit elements are one register: see store_pair");
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                          : "=f"(x[0]), "=f"(x[1])
-                         : "r"(address(row, col))
+                         : "r"(address)
                          : "memory");
         }
     }
-    __device__ __forceinline__ void store(int row, int col, T x) const {
-        if constexpr (sizeof(T) == 8) {
-            asm volatile("st.shared.f64 [%0], %1;" ::"r"(address(row, col)), "d"(x) : "memory");
-        } else if constexpr (sizeof(T) == 4) {
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(address(row, col)), "f"(x) : "memory");
-        } else {
-            asm volatile("st.shared.u16 [%0], %1;" ::"r"(address(row, col)), "h"(x.bits)
-                         : "memory");
-        }
-    }
-    __device__ __forceinline__ void store_pair(int row, int col, u32 pair) const {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address(row, col)), "r"(pair) : "memory");
+    static __device__ __forceinline__ void store_pair(u32 address, u32 pair) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(pair) : "memory");
     }
     // The 16 bytes that begin at column `col`, a multiple of 16 bytes.
     __device__ __forceinline__ uint4 load_piece(int row, int col) const {
@@ -85,6 +94,35 @@ template <class T, int kRowCount, int kColCount> struct SmemTile {
                      : "r"(address(row, col))
                      : "memory");
         return x;
+    }
+};
+
+// A part of a tile as the lanes of a warp read and write it: each at its own place, and all move on
+// by the same rows and columns, which are constants where loops are unrolled.
+template <class Tile, int kWidth> struct TilePart {
+    using Element = typename Tile::Element;
+    static constexpr bool kDirect = Tile::kDirect;
+    Tile tile;
+    int row, col;
+
+    __device__ __forceinline__ Element load(int r, int c) const {
+        return tile.load(row + r, col + c);
+    }
+    // Of (r + lane_row, c + lane_col): r a multiple of 8, c of the columns that the lanes span. No
+    // bit of c is then set in the lane's own offset, so one XOR moves the lane's address, once for
+    // each c within a line, and the rest is a constant of the instruction that uses it.
+    __device__ __forceinline__ u32 address(int r, int c, int lane_row, int lane_col) const {
+        constexpr int kWidthBytes = kWidth * int(sizeof(Element));
+        // Rows eight apart are swizzled alike, except those of doubles.
+        constexpr bool kApart = sizeof(Element) < 8 &&
+                                ((kWidthBytes & (kWidthBytes - 1)) == 0 || kWidthBytes % 128 == 0);
+        if constexpr (Tile::kSwizzled && !kApart) {
+            return tile.address(row + r + lane_row, col + c + lane_col);
+        } else {
+            const u32 lane = tile.address(row + lane_row, col + lane_col);
+            const int offset = c * int(sizeof(Element)), below = Tile::kSwizzled ? offset % 128 : 0;
+            return (lane ^ u32(below)) + (r * Tile::kRowBytes + offset - below);
+        }
     }
 };
 
