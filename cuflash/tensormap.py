@@ -1,7 +1,7 @@
 """Tensor maps: how the bulk copy engine (TMA) finds a box of an array.
 
-A map describes an array as (outer batch, inner batch, head, row, column); kernels ask for boxes of 64
-columns by some rows, written to shared memory in the 128-byte swizzle that wgmma reads.
+A map describes an array as (outer batch, inner batch, head, row, column); kernels ask for boxes of
+64 columns by some rows, written to shared memory in the 128-byte swizzle that wgmma reads.
 """
 
 from __future__ import annotations

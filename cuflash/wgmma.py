@@ -1,5 +1,5 @@
-"""The text of the warpgroup products (wgmma) that a plan uses: an overload for each width, since the
-instruction names every accumulator register.
+"""The text of the warpgroup products (wgmma) that a plan uses: an overload for each width, since
+the instruction names every accumulator register.
 """
 
 from __future__ import annotations

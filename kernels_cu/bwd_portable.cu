@@ -180,7 +180,8 @@ struct Backward {
         return input_tile<KTile>(smem, [&] { return k_rows(); }, [&] { return first_key(); });
     }
     __device__ __forceinline__ VTile v_tile() const {
-        return input_tile<VTile>(smem + kVBegin, [&] { return v_rows(); }, [&] { return first_key(); });
+        return input_tile<VTile>(
+            smem + kVBegin, [&] { return v_rows(); }, [&] { return first_key(); });
     }
     __device__ __forceinline__ QTile q_tile(int m_block, int stage) const {
         return input_tile<QTile>(

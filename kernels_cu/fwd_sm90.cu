@@ -34,6 +34,23 @@
 //
 // Keys run from the last visible block to the first. With a band, blocks of queries differ in
 // length: work is handed out by a counter, longest first (attn/work.cuh).
+//
+// Measured on an H200, bfloat16, TFLOP/s full / causal at 4096 and at 16384 (cuDNN in the same
+// process: D=64 479/429, 478/456; D=128 643/552, 671/589; D=256 711/581, 729/634):
+//
+//     D    tile, stages  form                                4096      16384
+//     64   192 x 128, 3  (s - m) * c, all rows' blocks       461/342   505/416
+//     64   192 x 128, 3  fused, own blocks                   475/372   515/442
+//     64   192 x 96, 3   (s - m) * c                         432/375   464/436
+//     64   128 x 128, 4  fused, own blocks                   432/346   444/394
+//     128  192 x 80, 3   (s - m) * c, all rows' blocks       629/444   642/493
+//     128  192 x 80, 3   fused, own blocks                   638/504   683/557
+//     128  128 x 128, 2  fused, all rows' blocks             640/514   627/584
+//     128  128 x 176, 2  (s - m) * c                         572/463   626/574
+//     256  128 x 80, 2   (s - m) * c, all rows' blocks       699/552   748/699
+//     256  128 x 80, 2   fused, own blocks                   688/561   726/663
+//
+// Warpgroups taking turns at the tensor core (named barriers) lost 5 to 20 % everywhere.
 #include "attn/band.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
@@ -64,7 +81,8 @@ inline constexpr int kKBytes = kPanels * kKeyPanel;
 inline constexpr int kVBytes = kPanelsV * kKeyPanel;
 using OTile = SmemTile<T, 16, Plan::kHeadDimV>;
 inline constexpr int kOBytes = kConsumerWarps * OTile::kBytes;
-inline constexpr int kRing = Plan::kOutInQ ? max_of(kQBytes, (kOBytes + 1023) / 1024 * 1024) : kQBytes;
+inline constexpr int kRing =
+    Plan::kOutInQ ? max_of(kQBytes, (kOBytes + 1023) / 1024 * 1024) : kQBytes;
 inline constexpr int kRingEnd = kRing + Plan::kStages * (kKBytes + kVBytes);
 inline constexpr int kBarriers = kRingEnd + (Plan::kOutInQ ? 0 : kOBytes);
 inline constexpr int kNumBarriers = 4 + 4 * Plan::kStages;
@@ -141,7 +159,8 @@ struct Producer {
     template <int kCount>
     __device__ __forceinline__ void load(u32 to, int panel_bytes, const TensorMap& map, u32 bar,
                                          int row, u32 head, u32 batch) const {
-        const int inner = int(batch % u32(p.batch_sizes[2])), outer = int(batch / u32(p.batch_sizes[2]));
+        const int inner = int(batch % u32(p.batch_sizes[2])),
+                  outer = int(batch / u32(p.batch_sizes[2]));
         mbarrier_arrive_expect_tx(bar, kCount * panel_bytes);
 #pragma unroll
         for (int panel = 0; panel < kCount; ++panel)
@@ -225,7 +244,7 @@ struct Consumer {
     // S = Q K^T, started.
     __device__ __forceinline__ void start_scores(Scores& s) {
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
-        float(&c)[Plan::kBlockN / 2] = reinterpret_cast<float(&)[Plan::kBlockN / 2]>(s.x);
+        float (&c)[Plan::kBlockN / 2] = reinterpret_cast<float (&)[Plan::kBlockN / 2]>(s.x);
         const u64 q = matrix_descriptor(smem.base + thread / kWarpgroupSize * 64 * kPanelBytes, 0);
         const u64 k = matrix_descriptor(smem.k(k_cursor.stage), 0);
         wgmma_fence();
@@ -245,7 +264,7 @@ struct Consumer {
         mbarrier_wait(smem.v_full(v_cursor.stage), v_cursor.phase);
         if constexpr (Plan::kBand)
             if (is_masked(block_range().get(), n)) replace_nonfinite();
-        float(&c)[Plan::kHeadDimV / 2] = reinterpret_cast<float(&)[Plan::kHeadDimV / 2]>(o.x);
+        float (&c)[Plan::kHeadDimV / 2] = reinterpret_cast<float (&)[Plan::kHeadDimV / 2]>(o.x);
         const u64 v = matrix_descriptor(smem.v(v_cursor.stage), kKeyPanel);
         wgmma_fence();
 #pragma unroll
@@ -299,7 +318,7 @@ struct Consumer {
     // S becomes unrounded P.
     __device__ __forceinline__ void update_softmax(Scores& s) {
         rescale = false;
-        softmax.update(s, float(p.scale_log2), [&](const float(&f)[2]) {
+        softmax.update(s, float(p.scale_log2), [&](const float (&f)[2]) {
             factor[0] = f[0], factor[1] = f[1], rescale = true;
         });
     }

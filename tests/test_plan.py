@@ -39,6 +39,9 @@ def _sentinels(kinds):
         _, code, count = params.KINDS[kind]
         for n in range(count):
             value = 0x51000000 + 256 * number + n
+            if kind == "map":
+                yield kind, n, value.to_bytes(4, "little") * 32, value.to_bytes(4, "little") * 32
+                continue
             if code[-1] in "Pq":
                 value = value << 32 | value
             value = float(value) if code == "d" else value
@@ -51,8 +54,9 @@ def _offsets(table):
     places = list(_sentinels(kinds))
     layout = params.layout(table)
     values = [value for _, _, value, _ in places]
+    maps, values = b"".join(values[: layout.num_maps]), values[layout.num_maps :]
     count = layout.num_pointers
-    packed = layout.scalar(layout.rest(*values[count:]), *values[:count])
+    packed = layout.scalar(layout.rest(*values[count:]), *values[:count], maps=maps)
     pieces = bytes(packed.tobytes())
     offsets = [pieces.index(piece) for _, n, _, piece in places if n == 0]
     return dict(zip((name for name, _ in params.TABLES[table]), offsets, strict=True))
@@ -70,7 +74,7 @@ def compiles():
 
 def test_structs_are_those_of_the_compiler(compiles):
     lines = [
-        source.unit("types.cuh"),
+        source.unit("ptx/tma.cuh"),  # TensorMap, and types.cuh
         # NVRTC has no <cstddef>, and __builtin_offsetof from 13.5 on only.
         "#define offset_of(T, field) (unsigned long long)__INTADDR__(&((T*)0)->field)",
         "static_assert(sizeof(Strides) == 48 && offset_of(Strides, batch) == 0);",

@@ -49,7 +49,7 @@ WIDE = (
     (75, Case(17, 130, 112, 112, 2, 2, dtype="float64", causal=True)),
     (75, Case(200, 70, 192, 100, dtype="float64")),
     (75, Case(64, 128, 256, 256, 2, 1, (2,), (2,), (2,), dtype="float32", causal=True)),
-    (75, Case(130, 70, 17, 200, 3, 1, dtype="float32", strides=ODD)),
+    (75, Case(130, 70, 193, 250, 3, 1, dtype="float32", strides=ODD)),
     (86, Case(65, 150, 256, 193, 2, 1, dtype="float64", causal=True)),
 )
 

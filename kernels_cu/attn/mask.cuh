@@ -46,8 +46,8 @@ __device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const 
 // memory: one lane for each row and half of the columns. The caller has made the tile visible to
 // the warp.
 template <class Tile, class T, class Visible>
-__device__ __forceinline__ void restore_nonfinite(Tile tile, int row, const Rows<T>& rows, int first,
-                                                  int last, Visible visible) {
+__device__ __forceinline__ void restore_nonfinite(Tile tile, int row, const Rows<T>& rows,
+                                                  int first, int last, Visible visible) {
     static_assert(Tile::kRows == 16, "two lanes a row");
     const int lane = int(threadIdx.x) % kWarpSize;
     for (int r = first; r < min_of(last, rows.count); ++r) {

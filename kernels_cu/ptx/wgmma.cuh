@@ -26,7 +26,9 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 panel_bytes) {
     return kSwizzle128 | kEightRows | u64(panel_bytes >> 4) << 16 | u64(address >> 4);
 }
 // The same, `bytes` further on.
-__device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
+__device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) {
+    return descriptor + (bytes >> 4);
+}
 
 // Ordinary writes to shared memory become visible to wgmma and to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() {
