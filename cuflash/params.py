@@ -45,8 +45,8 @@ _BAND = [("band_lo", "i32"), ("band_hi", "i32")]
 # (attn/stats.cuh), delta.
 _STATS = ("stats", "out")
 
-# Tensor maps come first, then pointers: a launch that differs from an earlier one in its arrays only
-# packs these anew.
+# Tensor maps come first, then pointers: a launch that differs from an earlier one in its arrays
+# only packs these anew.
 TABLES = {
     "forward": [
         ("q", "in"),
