@@ -33,6 +33,24 @@ def test_equals_reference(home, dtype, data):
     check(home, data.draw(cases(dtypes=(dtype,))), dlse=data.draw(st.booleans()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "lengths, offset, window",
+    [
+        ((129, 3), -130, (5, 100)),  # the first key is seen from row 130 on, the last block has 129
+        ((129, 3), -127, (0, 0)),
+        ((3, 129), 128, (0, 5)),
+        ((3, 129), 130, (5, 0)),
+        ((70, 70), -68, (1, 1)),
+    ],
+)
+def test_bands_at_the_ends(home, dtype, lengths, offset, window):
+    """A band that leaves the scores inside the last block: both directions agree which blocks are
+    empty.
+    """
+    check(home, Case(*lengths, dtype=dtype, causal_offset=offset, window=window))
+
+
 @examples(0.5)
 @given(case=cases(lengths=SMALL), need=st.sets(st.sampled_from("qkv")), deterministic=st.booleans())
 def test_need(home, case, need, deterministic):
