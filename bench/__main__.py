@@ -34,16 +34,22 @@ def main(argv=None):
     for number, case in enumerate(runnable, 1):
         print(f"[{number}/{len(runnable)}] {case.name}", file=sys.stderr, flush=True)
         rows.append(measure(case, args.peers, cupy, args.rounds))
-    machine["nvidia_smi_after"] = clocks()
-    record = {"set": args.set, "machine": machine, "rows": rows}
-    table = render(rows)
-    print(json.dumps(record, indent=1) if args.json else table)
-    stem = f"{machine['date'][:19].replace(':', '')}-{args.set}"
-    _RESULTS.mkdir(exist_ok=True)
-    (_RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (_RESULTS / f"{stem}.md").write_text(table + "\n", encoding="utf-8")
-    print(f"wrote {_RESULTS / stem}.json and .md", file=sys.stderr)
+        machine["nvidia_smi_after"] = clocks()
+        record = {"set": args.set, "machine": machine, "rows": rows}
+        written = write(record)  # after every case: who stops a long set keeps what it measured
+    print(json.dumps(record, indent=1) if args.json else render(rows))
+    print(f"wrote {written}.json and .md", file=sys.stderr)
     return 0
+
+
+def write(record):
+    """The record as JSON and as a table in bench/results/. Returns their path without a suffix."""
+    _RESULTS.mkdir(exist_ok=True)
+    stem = f"{record['machine']['date'][:19].replace(':', '')}-{record['set']}"
+    whole = json.dumps(record, indent=1) + "\n"
+    (_RESULTS / f"{stem}.json").write_text(whole, encoding="utf-8")
+    (_RESULTS / f"{stem}.md").write_text(render(record["rows"]) + "\n", encoding="utf-8")
+    return _RESULTS / stem
 
 
 def _parser():
