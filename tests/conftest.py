@@ -118,6 +118,17 @@ def home(request):
 
 
 @pytest.fixture(scope="session")
+def nvrtc():
+    """CuPy's wrapper of the compiler; the test is skipped where there is none."""
+    from cuflash import jit
+
+    try:
+        return jit._nvrtc()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"needs NVRTC ({error})")
+
+
+@pytest.fixture(scope="session")
 def gpu():
     """The CuPy home; the test is skipped where there is none."""
     if CUPY is None:

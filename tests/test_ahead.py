@@ -12,14 +12,6 @@ ARCH = "sm_80"
 
 
 @pytest.fixture
-def nvrtc():
-    try:
-        return jit._nvrtc()
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs NVRTC ({error})")
-
-
-@pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache folder."""
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "cache"))

@@ -197,15 +197,6 @@ def check(results: list[Built]) -> None:
         pytest.fail(f"{len(bad)} of {len(results)} kernels:\n" + "\n".join(bad), pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    """CuPy's wrapper of the compiler; the test is skipped where there is none."""
-    try:
-        return jit._nvrtc()
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs NVRTC ({error})")
-
-
 def known_architectures(nvrtc) -> list[int]:
     return [capability for capability in nvrtc.getSupportedArchs() if capability >= 75]
 

@@ -28,15 +28,6 @@ FORWARD = portable.forward_plan(
 )
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    """CuPy's wrapper of the compiler; the test is skipped where there is none."""
-    try:
-        return jit._nvrtc()
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs NVRTC ({error})")
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache folder, not yet made."""

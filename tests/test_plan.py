@@ -63,12 +63,8 @@ def _offsets(table):
 
 
 @pytest.fixture
-def compiles():
+def compiles(nvrtc):
     """Asserts that NVRTC accepts a text; the test is skipped where there is none."""
-    try:
-        jit._nvrtc()
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"needs NVRTC ({error})")
     return lambda text: jit.compile_text(text, "check", "compute_80")
 
 
