@@ -366,7 +366,6 @@ struct Consumer {
     Softmax<float, 1, Plan::kFused> softmax;
     float factor[2];
     bool rescale;  // O must be multiplied by factor before the next P V
-    float highest[2];  // of this lane's scores of the last block
     u32 weights[Plan::kBlockN / 16][4];
 
     __device__ __forceinline__ Piece piece() const { return pieces.current(); }
@@ -432,25 +431,14 @@ struct Consumer {
     __device__ __forceinline__ void update_softmax(Scores& s) {
         rescale = false;
         softmax.update(s, scale(), [&](const float (&f)[2]) { set_factor(f); });
-        highest[0] = highest[1] = -infinity<float>();
     }
-    // The same in two parts, with the references that suit the blocks before: exponentials need not
-    // wait for the maximum. Scores far above the references overflow: the piece fails.
-    __device__ __forceinline__ void adjust_softmax() {
+    __device__ __forceinline__ void update_softmax_late(Scores& s) {
         rescale = false;
-        softmax.reduce(highest);
-        softmax.template adjust<true>(highest, scale(), [&](const float (&f)[2]) { set_factor(f); });
-        highest[0] = highest[1] = -infinity<float>();
+        softmax.update_late(s, scale(), [&](const float (&f)[2]) { set_factor(f); });
     }
-    __device__ __forceinline__ void weigh(Scores& s) {
-        float offset[2];
-        if constexpr (Plan::kFused) softmax.offsets(s, scale(), offset);
-        s.for_each_row([&](float& x, int q) {
-            highest[q] = fmax_of(highest[q], x);
-            x = exp2_of(Plan::kFused ? fma_of(x, scale(), -offset[q])
-                                     : (x - softmax.reference[q]) * scale());
-            softmax.sum[q] += x;
-        });
+    // Exponentials come before what follows: the compiler would wait for the product first.
+    static __device__ __forceinline__ void pin(Scores& s) {
+        s.for_each_row([](float& x, int) { asm volatile("" : "+f"(x)); });
     }
     template <int kFrom = 0, int kTo = Plan::kBlockN / 16>
     __device__ __forceinline__ void round_weights(const Scores& s) {
@@ -490,6 +478,8 @@ struct Consumer {
         release_k();
         apply_score_and_mask<kMasked>(s, n);
         update_softmax(s);
+        pin(s);
+        if constexpr (Plan::kHalves) wait_v();
         wgmma_wait_group<0>();
         release_v();
         round_weights(s);
@@ -501,11 +491,12 @@ struct Consumer {
         start_scores(s);
         rescale_output(o);
         start_output(o);
-        adjust_softmax();
         wgmma_wait_group<1>();
         release_k();
         apply_score_and_mask<false>(s, n);
-        weigh(s);
+        update_softmax_late(s);
+        pin(s);
+        if constexpr (Plan::kHalves) wait_v();
         wgmma_wait_group<0>();
         release_v();
         round_weights(s);

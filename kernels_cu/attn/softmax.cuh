@@ -16,7 +16,7 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
     // reference.
     static constexpr int kSlack = 8;
     static constexpr int kLargeOffset = 1 << 22;  // rounded to a quarter
-    static constexpr int kMostGrowth = 60;        // powers of two: sums and outputs stay finite
+    static constexpr int kMostGrowth = 96;        // powers of two: sums stay finite
 
     // Starts at the lowest finite value, not at -inf: a hidden score is then -inf above nothing and
     // weighs 0 without a special case, and every finite score still counts.
@@ -91,6 +91,27 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
         s.for_each_row([&](Accum& x, int q) {
             x = exp2_of(kFused ? fma_of(x, scale, -offset[q]) : (x - reference[q]) * scale);
             sum[q] += x;
+        });
+    }
+
+    // The same, but the scores are weighed with the references as they are, and only then these move:
+    // exponentials need not wait for the maximum. Rows whose scores grow by more than 2^kMostGrowth
+    // at once become NaN.
+    template <class Scores, class Rescale>
+    __device__ __forceinline__ void update_late(Scores& s, Accum scale, Rescale rescale) {
+        Accum highest[kRows], offset[kRows] = {};
+#pragma unroll
+        for (int q = 0; q < kRows; ++q) highest[q] = -infinity<Accum>();
+        if constexpr (kFused) offsets(s, scale, offset);
+        s.for_each_row([&](Accum& x, int q) {
+            highest[q] = fmax_of(highest[q], x);
+            x = exp2_of(kFused ? fma_of(x, scale, -offset[q]) : (x - reference[q]) * scale);
+            sum[q] += x;
+        });
+        reduce(highest);
+        adjust<true>(highest, scale, [&](const Accum (&factor)[kRows]) {
+            s.for_each_row([&](Accum& x, int q) { x *= factor[q]; });
+            rescale(factor);
         });
     }
 
