@@ -67,7 +67,7 @@ using T = Plan::Element;
 inline constexpr int kConsumers = Plan::kBlockM / 64;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
 inline constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-inline constexpr int kCleaners = Plan::kBand ? 3 : 0;  // warps; the producer's warpgroup has them
+inline constexpr int kCleaners = Plan::kBand ? 2 : 0;  // warps; the producer's warpgroup has them
 static_assert(sizeof(T) == 2, "wgmma with 16-bit operands");
 static_assert(Plan::kBlockM % 64 == 0 && Plan::kBlockM <= 256, "a box has at most 256 rows");
 static_assert(Plan::kBlockN % 16 == 0 && Plan::kBlockN <= 256, "P is an operand of 16 keys a step");
@@ -75,21 +75,21 @@ static_assert(Plan::kHeadDim % 16 == 0 && Plan::kHeadDimV % 16 == 0, "k is 16");
 
 inline constexpr int kPanels = (Plan::kHeadDim + 63) / 64;
 inline constexpr int kPanelsV = (Plan::kHeadDimV + 63) / 64;
-inline constexpr int kQPanel = Plan::kBlockM * kPanelBytes;
+inline constexpr int kQPanel = 64 * kPanelBytes;
 inline constexpr int kKeyPanel = Plan::kBlockN * kPanelBytes;
-inline constexpr int kQBytes = kPanels * kQPanel;
+inline constexpr int kQBytes = kPanels * kQPanel;  // of a consumer warpgroup's 64 queries
 inline constexpr int kKBytes = kPanels * kKeyPanel;
 inline constexpr int kVBytes = kPanelsV * kKeyPanel;
 using OTile = SmemTile<T, 16, Plan::kHeadDimV>;
 inline constexpr int kOBytes = kConsumerWarps * OTile::kBytes;
-inline constexpr int kQEnd =
-    Plan::kOutInQ ? max_of(kQBytes, (kOBytes + 1023) / 1024 * 1024) : Plan::kQStages * kQBytes;
+inline constexpr int kQPlace =
+    Plan::kOutInQ ? max_of(kQBytes, (kOBytes / kConsumers + 1023) / 1024 * 1024) : kQBytes;
+inline constexpr int kQEnd = kConsumers * kQPlace;
 inline constexpr int kRingEnd = kQEnd + Plan::kStages * (kKBytes + kVBytes);
 inline constexpr int kBarriers = kRingEnd + (Plan::kOutInQ ? 0 : kOBytes);
 inline constexpr int kPieceSlots = 2;
-inline constexpr int kNumBarriers = 8 + 5 * Plan::kStages;
+inline constexpr int kNumBarriers = 4 + 2 * kConsumers + 5 * Plan::kStages;
 inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
-static_assert(!Plan::kOutInQ || Plan::kQStages == 1, "the output has one place");
 static_assert(kPieces + 64 + 1024 == Plan::kSmemBytes,
               "families/sm90.py's sum is this one");
 
@@ -128,19 +128,24 @@ template <int kCount> struct Cursor {
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ u32 q(int stage) const { return base + stage * kQBytes; }
+    __device__ __forceinline__ u32 q(int group) const { return base + group * kQPlace; }
     __device__ __forceinline__ u32 k(int stage) const { return base + kQEnd + stage * kKBytes; }
     __device__ __forceinline__ u32 v(int stage) const {
         return base + kQEnd + Plan::kStages * kKBytes + stage * kVBytes;
     }
-    __device__ __forceinline__ u32 out() const { return base + (Plan::kOutInQ ? 0 : kRingEnd); }
+    __device__ __forceinline__ u32 out(int warp) const {
+        return Plan::kOutInQ ? q(warp / 4) + warp % 4 * OTile::kBytes
+                             : base + kRingEnd + warp * OTile::kBytes;
+    }
     __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
-    __device__ __forceinline__ u32 q_full(int stage) const { return barrier(stage); }
-    __device__ __forceinline__ u32 q_empty(int stage) const { return barrier(2 + stage); }
-    __device__ __forceinline__ u32 piece_full(int slot) const { return barrier(4 + slot); }
-    __device__ __forceinline__ u32 piece_empty(int slot) const { return barrier(6 + slot); }
+    __device__ __forceinline__ u32 piece_full(int slot) const { return barrier(slot); }
+    __device__ __forceinline__ u32 piece_empty(int slot) const { return barrier(2 + slot); }
+    __device__ __forceinline__ u32 q_full(int group) const { return barrier(4 + group); }
+    __device__ __forceinline__ u32 q_empty(int group) const {
+        return barrier(4 + kConsumers + group);
+    }
     __device__ __forceinline__ u32 ring(int kind, int stage) const {
-        return barrier(8 + kind * Plan::kStages + stage);
+        return barrier(4 + 2 * kConsumers + kind * Plan::kStages + stage);
     }
     __device__ __forceinline__ u32 k_full(int stage) const { return ring(0, stage); }
     __device__ __forceinline__ u32 k_empty(int stage) const { return ring(1, stage); }
@@ -156,13 +161,13 @@ struct Shared {
     __device__ __forceinline__ SharedValue<uint4> dirty() const { return {base + kPieces + 32}; }
 
     __device__ __forceinline__ void init() const {
-        for (int stage = 0; stage < Plan::kQStages; ++stage) {
-            mbarrier_init(q_full(stage), 1);
-            mbarrier_init(q_empty(stage), kConsumerWarps);
+        for (int group = 0; group < kConsumers; ++group) {
+            mbarrier_init(q_full(group), 1);
+            mbarrier_init(q_empty(group), kWarpgroupSize / kWarpSize);
         }
         for (int slot = 0; slot < kPieceSlots; ++slot) {
             mbarrier_init(piece_full(slot), 1);
-            mbarrier_init(piece_empty(slot), kConsumerWarps + kCleaners);
+            mbarrier_init(piece_empty(slot), kConsumerWarps + kCleaners + 1);
         }
         for (int stage = 0; stage < Plan::kStages; ++stage) {
             mbarrier_init(k_full(stage), 1);
@@ -188,39 +193,42 @@ __device__ __forceinline__ bool is_masked(const BlockRange& range, int n) {
 
 // ---- producer ----------------------------------------------------------------------------------
 
-struct Producer {
-    const Params& p;
-    const Shared smem;
-    Cursor<Plan::kQStages> q_cursor;
-    Cursor<Plan::kStages> k_cursor, v_cursor;
-    Cursor<kPieceSlots> pieces;
-    u32 head, kv_head, inner, outer;
+// Boxes of one head's matrix, one for each panel.
+struct Loader {
+    u32 head, inner, outer;  // place among the heads and the two batch axes
 
+    __device__ __forceinline__ Loader(const Params& p, const Piece& piece, u32 group)
+        : head(piece.head / group), outer(piece.batch / u32(p.batch_sizes[2])) {
+        inner = piece.batch - outer * u32(p.batch_sizes[2]);
+    }
     template <int kCount>
     __device__ __forceinline__ void load(u32 to, int panel_bytes, const TensorMap& map, u32 bar,
-                                         int row, u32 of_head) const {
+                                         int row) const {
         mbarrier_arrive_expect_tx(bar, kCount * panel_bytes);
 #pragma unroll
         for (int panel = 0; panel < kCount; ++panel)
-            tma_load(to + panel * panel_bytes, map, bar, 64 * panel, row, int(of_head), int(inner),
+            tma_load(to + panel * panel_bytes, map, bar, 64 * panel, row, int(head), int(inner),
                      int(outer));
     }
-    __device__ __forceinline__ void load_q(const Piece& piece) {
-        mbarrier_wait(smem.q_empty(q_cursor.stage), q_cursor.phase ^ 1);
-        load<kPanels>(smem.q(q_cursor.stage), kQPanel, p.q_map, smem.q_full(q_cursor.stage),
-                      piece.first_row, head);
-        q_cursor.next();
-    }
-    __device__ __forceinline__ void load_k(int n_block) {
+};
+
+// One lane that hands out pieces and loads keys and values.
+struct Producer {
+    const Params& p;
+    const Shared smem;
+    Cursor<Plan::kStages> k_cursor, v_cursor;
+    Cursor<kPieceSlots> pieces;
+
+    __device__ __forceinline__ void load_k(const Loader& loader, int n_block) {
         mbarrier_wait(smem.k_empty(k_cursor.stage), k_cursor.phase ^ 1);
-        load<kPanels>(smem.k(k_cursor.stage), kKeyPanel, p.k_map, smem.k_full(k_cursor.stage),
-                      n_block * Plan::kBlockN, kv_head);
+        loader.load<kPanels>(smem.k(k_cursor.stage), kKeyPanel, p.k_map,
+                             smem.k_full(k_cursor.stage), n_block * Plan::kBlockN);
         k_cursor.next();
     }
-    __device__ __forceinline__ void load_v(int n_block) {
+    __device__ __forceinline__ void load_v(const Loader& loader, int n_block) {
         mbarrier_wait(smem.v_empty(v_cursor.stage), v_cursor.phase ^ 1);
-        load<kPanelsV>(smem.v(v_cursor.stage), kKeyPanel, p.v_map, smem.v_full(v_cursor.stage),
-                       n_block * Plan::kBlockN, kv_head);
+        loader.load<kPanelsV>(smem.v(v_cursor.stage), kKeyPanel, p.v_map,
+                              smem.v_full(v_cursor.stage), n_block * Plan::kBlockN);
         v_cursor.next();
     }
 
@@ -265,16 +273,14 @@ struct Producer {
 #pragma unroll 1
         for (u32 number = 1; next_piece(index, number, piece); ++number) {
             hand_out(piece);
-            head = piece.head, kv_head = piece.head / p.group;
-            outer = piece.batch / u32(p.batch_sizes[2]);
-            inner = piece.batch - outer * u32(p.batch_sizes[2]);
+            const Loader loader(p, piece, p.group);
             const BlockRange range = piece.keys(p);
-            const bool any = range.begin < range.end;
-            if (any) load_k(range.end - 1);
-            load_q(piece);
+            if (range.begin >= range.end) continue;
+            load_k(loader, range.end - 1);
 #pragma unroll 1
-            for (int n = range.end - 1; n > range.begin; --n) load_k(n - 1), load_v(n);
-            if (any) load_v(range.begin);
+            for (int n = range.end - 1; n > range.begin; --n)
+                load_k(loader, n - 1), load_v(loader, n);
+            load_v(loader, range.begin);
         }
         hand_out({-1, 0, 0, 0});
     }
@@ -299,6 +305,29 @@ struct Pieces {
     __device__ __forceinline__ void release() {
         warp_arrive(smem.piece_empty(cursor.stage));
         cursor.next();
+    }
+};
+
+// A warp that loads queries, for each warpgroup as soon as it is done with its last ones.
+struct QueryProducer {
+    const Params& p;
+    const Shared smem;
+
+    __device__ __forceinline__ void run() const {
+        Pieces pieces{smem};
+        u32 phase = 0;
+#pragma unroll 1
+        for (; pieces.wait(); pieces.release(), phase ^= 1) {
+            const Piece piece = pieces.current();
+            const Loader loader(p, piece, 1);
+#pragma unroll 1
+            for (int group = 0; group < kConsumers; ++group) {
+                mbarrier_wait(smem.q_empty(group), phase ^ 1);
+                if (lane_id() == 0)
+                    loader.load<kPanels>(smem.q(group), kQPanel, p.q_map, smem.q_full(group),
+                                     piece.first_row + 64 * group);
+            }
+        }
     }
 };
 
@@ -361,7 +390,7 @@ struct Consumer {
     const Shared smem;
     const int warp;  // among all consumers
     Pieces pieces;
-    Cursor<Plan::kQStages> q_cursor;
+    u32 q_phase;
     Cursor<Plan::kStages> k_cursor, v_cursor;
     Softmax<float, 1, Plan::kFused> softmax;
     float factor[2];
@@ -371,12 +400,19 @@ struct Consumer {
     __device__ __forceinline__ Piece piece() const { return pieces.current(); }
     __device__ __forceinline__ float scale() const { return p.scale_log2; }
 
+    // Warpgroups start their products in turn.
+    __device__ __forceinline__ void take_turn() const {
+        if constexpr (Plan::kTurns) named_barrier_sync(5 + warp / 4, 2 * kWarpgroupSize);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (Plan::kTurns)
+            named_barrier_arrive(5 + (warp / 4 + 1) % kConsumers, 2 * kWarpgroupSize);
+    }
     // S = Q K^T, started.
     __device__ __forceinline__ void start_scores(Scores& s) {
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
         float (&c)[Plan::kBlockN / 2] = reinterpret_cast<float (&)[Plan::kBlockN / 2]>(s.x);
-        const u32 rows = warp / 4 * 64 * kPanelBytes;
-        const u64 q = matrix_descriptor(smem.q(q_cursor.stage) + rows, 0);
+        const u64 q = matrix_descriptor(smem.q(warp / 4), 0);
         const u64 k = matrix_descriptor(smem.k(k_cursor.stage), 0);
         wgmma_fence();
 #pragma unroll
@@ -409,8 +445,7 @@ struct Consumer {
         v_cursor.next();
     }
     __device__ __forceinline__ void release_q() {
-        warp_arrive(smem.q_empty(q_cursor.stage));
-        q_cursor.next();
+        warp_arrive(smem.q_empty(warp / 4));
     }
     __device__ __forceinline__ void rescale_output(Output& o) {
         if (rescale) o.for_each_row([&](float& x, int q) { x *= factor[q]; });
@@ -451,6 +486,8 @@ struct Consumer {
     }
     // A block of keys of which this warpgroup's rows see none.
     __device__ __forceinline__ void skip() {
+        take_turn();
+        pass_turn();
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
         release_k();
         wait_v();
@@ -460,7 +497,9 @@ struct Consumer {
     template <bool kMasked>
     __device__ __forceinline__ void first_step(int n) {
         Scores s;
+        take_turn();
         start_scores(s);
+        pass_turn();
         wgmma_wait_group<0>();
         release_k();
         apply_score_and_mask<kMasked>(s, n);
@@ -471,9 +510,11 @@ struct Consumer {
     template <bool kMasked>
     __device__ __forceinline__ void step(Output& o, int n) {
         Scores s;
+        take_turn();
         start_scores(s);
         rescale_output(o);
         start_output(o);
+        pass_turn();
         wgmma_wait_group<1>();
         release_k();
         apply_score_and_mask<kMasked>(s, n);
@@ -488,9 +529,11 @@ struct Consumer {
     __device__ __forceinline__ void full_step(Output& o, int n) {
         if constexpr (!Plan::kLag) return step<false>(o, n);
         Scores s;
+        take_turn();
         start_scores(s);
         rescale_output(o);
         start_output(o);
+        pass_turn();
         wgmma_wait_group<1>();
         release_k();
         apply_score_and_mask<false>(s, n);
@@ -531,33 +574,28 @@ struct Consumer {
     // The blocks of keys that this warpgroup's rows see.
     __device__ __forceinline__ BlockRange own_range(const BlockRange& range) const {
         const Piece piece = this->piece();
-        const int row = Plan::kSkip ? warp / 4 * 64 : 0;
+        const int row = warp / 4 * 64;
         BlockRange own = Plan::kSkip ? piece.keys(p, row, 64) : range;
         if (piece.first_row + row >= p.seqlen_q || own.begin >= own.end)
             return {range.begin, range.begin, range.begin, range.begin};
         // Full blocks count on references: before them each row must have seen a key.
-        if constexpr (Plan::kLag)
+        if constexpr (Plan::kBand && Plan::kLag) {
+            const int first = piece.first_row + (Plan::kSkip ? row : 0);
             own.full_end = min_of(own.full_end,
-                                  min_of(piece.first_row + row + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
+                                  min_of(first + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
+        }
         return own;
     }
     __device__ __forceinline__ void compute_all(Output& o) {
-        const BlockRange range = piece().keys(p);
-        if (range.begin >= range.end) {
-            if constexpr (!Plan::kOutInQ) release_q();
-            return;
-        }
-        if constexpr (Plan::kBand) {
-            const BlockRange own = own_range(range);
-            for (int n = range.end - 1; n >= own.end; --n) skip();
-            if (own.begin < own.end)
-                compute(o, own);
-            else if constexpr (!Plan::kOutInQ)
-                release_q();
-            for (int n = own.begin - 1; n >= range.begin; --n) skip();
-        } else {
-            compute(o, range);
-        }
+        const BlockRange range = piece().keys(p), own = own_range(range);
+#pragma unroll 1
+        for (int n = range.end - 1; n >= own.end; --n) skip();
+        if (own.begin < own.end)
+            compute(o, own);
+        else if constexpr (!Plan::kOutInQ)
+            release_q();
+#pragma unroll 1
+        for (int n = own.begin - 1; n >= range.begin; --n) skip();
     }
 
     // What the cleaners took away, to the rows that see it.
@@ -575,7 +613,7 @@ struct Consumer {
     // Cleaners may be pieces ahead: then there is nothing to restore, and no harm done.
     __device__ __forceinline__ bool is_dirty() const {
         const uint4 last = smem.dirty().get();
-        return max_of(max_of(last.x, last.y), last.z) >= piece().number();
+        return max_of(last.x, last.y) >= piece().number();
     }
     __device__ __forceinline__ void store(Output& o) {
         const Piece piece = this->piece();
@@ -601,7 +639,7 @@ struct Consumer {
                 failed |= check[q] != 0 && first_row + 8 * q + lane_id() / 4 < p.seqlen_q;
             if (failed && !piece.exact()) store_shared(smem.failed(pieces.cursor.stage), 1);
         }
-        const OTile tile{smem.out() + warp * OTile::kBytes};
+        const OTile tile{smem.out(warp)};
         store_fragment(tile.part(0, 0), o);
         __syncwarp();
         if constexpr (Plan::kBand)
@@ -613,14 +651,16 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
+        if (Plan::kTurns && warp / 4 == kConsumers - 1) pass_turn();
         for (; pieces.wait(); pieces.release()) {
             Output o;
             o.fill(0);
             softmax.init();
-            mbarrier_wait(smem.q_full(q_cursor.stage), q_cursor.phase);
+            mbarrier_wait(smem.q_full(warp / 4), q_phase);
+            q_phase ^= 1;
             compute_all(o);
             if constexpr (Plan::kOutInQ) {
-                named_barrier_sync(1, kConsumerThreads);  // nobody reads q any more
+                named_barrier_sync(1 + warp / 4, kWarpgroupSize);  // nobody reads q any more
                 store(o);
                 fence_proxy_async();
                 release_q();
@@ -646,10 +686,11 @@ extern "C" __global__ void __launch_bounds__(kConsumerThreads + kWarpgroupSize, 
     if (warp < kWarpgroupSize / kWarpSize) {
         setmaxnreg_dec<Plan::kProducerRegisters>();
         if (threadIdx.x == 0) Producer{p, smem}.run();
-        if (kCleaners > 0 && warp > 0) Cleaner{p, smem, warp - 1}.run();
+        if (warp == 1) QueryProducer{p, smem}.run();
+        if (kCleaners > 0 && warp > 1) Cleaner{p, smem, warp - 2}.run();
     } else {
         setmaxnreg_inc<Plan::kConsumerRegisters>();
-        Consumer consumer{p, smem, warp - kWarpgroupSize / kWarpSize, {smem}};
+        Consumer consumer{p, smem, warp - kWarpgroupSize / kWarpSize, {smem}, 0};
         consumer.run();
     }
 }

@@ -18,10 +18,10 @@ class Tile:
     block_m: int
     block_n: int
     stages: int
-    q_stages: int = 1
     fused: bool = True  # the exponent by one multiply-add (attn/softmax.cuh)
     lag: bool = True
     halves: bool = True
+    turns: bool = False
     skip: bool = True  # with a band, each warpgroup leaves out blocks that its own rows do not see
 
 
@@ -53,14 +53,15 @@ def reject(problem, device) -> str | None:
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
     panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
-    q = tile.q_stages * tile.block_m * panel
+    q = tile.block_m * panel
     ring = tile.stages * tile.block_n * (panel + panel_v)
     out = tile_bytes(tile.block_m, round_up(problem.head_dim_v, 16), 2)
-    barriers = round_up(8 * (8 + 5 * tile.stages), 16) + 64 + 1024
+    barriers = round_up(8 * (4 + tile.block_m // 32 + 5 * tile.stages), 16) + 64 + 1024
     apart = q + ring + out + barriers
     if apart <= 227 * 1024:
         return apart, False
-    return max(q, round_up(out, 1024)) + ring + barriers, True
+    groups = tile.block_m // 64
+    return max(q, groups * round_up(out // groups, 1024)) + ring + barriers, True
 
 
 def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
@@ -84,9 +85,9 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kBlockN", tile.block_n),
         ("kStages", tile.stages),
         ("kOutInQ", out_in_q),
-        ("kQStages", tile.q_stages),
         ("kFused", tile.fused),
         ("kLag", tile.lag),
+        ("kTurns", tile.turns),
         ("kHalves", tile.halves),
         ("kSkip", tile.skip and problem.band is not None),
         ("kProducerRegisters", producer_registers),
