@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass, fields
 import numpy as np
 
 from cuflash import jit
-from cuflash.ahead import contiguous_access
+from cuflash.ahead import contiguous_accesses
 from cuflash.cli_common import load_cupy
 from cuflash.families import Access, Device, device_of, portable
 from cuflash.families.portable import Tile
@@ -166,7 +166,7 @@ def _setting(args, cupy) -> Setting:
         band=Band(-args.seqlen, 0) if args.causal else None,
     )
     if cupy is not None:
-        from cuflash.launch import device_facts
+        from cuflash.launch_steps import device_facts
 
         device = device_facts(cupy.cuda.runtime.getDevice())
     else:

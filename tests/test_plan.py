@@ -56,8 +56,11 @@ def _offsets(table):
     values = [value for _, _, value, _ in places]
     maps, values = b"".join(values[: layout.num_maps]), values[layout.num_maps :]
     count = layout.num_pointers
-    packed = layout.scalar(layout.rest(*values[count:]), *values[:count], maps=maps)
-    pieces = bytes(packed.tobytes())
+    room = layout.room(layout.rest(*values[count:]))
+    room.point(*values[:count])
+    for number in range(layout.num_maps):
+        room.write_map(number, number, maps[128 * number : 128 * (number + 1)])
+    pieces = room.struct.raw
     offsets = [pieces.index(piece) for _, n, _, piece in places if n == 0]
     return dict(zip((name for name, _ in params.TABLES[table]), offsets, strict=True))
 
@@ -173,15 +176,21 @@ def test_devices():
 
 def test_choose_takes_the_first_that_does_not_reject(monkeypatch):
     class Fast:
-        NAME = "fast"
-        reject = staticmethod(lambda problem, device: "it needs something else")
+        NAME, DIRECTIONS, Tile = "fast", ("forward",), int
+        reject = staticmethod(lambda problem, device, access: "it needs something else")
 
     monkeypatch.setattr(families, "families", lambda: (Fast, portable))
-    assert choose(problem_of(), HOPPER) == (portable, [("fast", "it needs something else")])
+    access = Access(16, 16)
+    facts = (problem_of(), HOPPER, access)
+    assert choose(*facts, "forward") == (portable, [("fast", "it needs something else")])
+    assert choose(*facts, "backward") == (portable, [("fast", "it has no backward kernel")])
+    assert choose(*facts, "forward", Tile(64, 64, 4, 1)) == (portable, [])
+    with pytest.raises(NotImplementedError, match="no kernel .*fast: it needs something else$"):
+        choose(*facts, "forward", 5)
     old = Device(70, 96 * 1024, 96 * 1024, 80)
     message = "fast: it needs something else; portable: it needs compute capability 7.5.* 7.0"
     with pytest.raises(NotImplementedError, match=message):
-        choose(problem_of(), old)
+        choose(problem_of(), old, access, "forward")
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 100))
