@@ -66,8 +66,8 @@ def _parse(arch: str | None) -> tuple[str, Device]:
 
 
 def contiguous_accesses(problem: Problem, backward: bool) -> list[Access]:
-    """How launch.py reaches contiguous arrays, the widest loads last. Narrow inputs are packed where
-    there are many scores, so that both occur.
+    """How launch.py reaches contiguous arrays, the widest loads last. Narrow inputs are packed
+    where there are many scores, so that both occur.
     """
     item = ITEM_BYTES[problem.dtype]
 

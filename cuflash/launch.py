@@ -36,7 +36,7 @@ class _Forward(NamedTuple):
     step: Step
     packed: tuple[str, ...]  # names of the inputs that are packed first
     mapped: bool  # whether q, k and v are passed by tensor maps
-    ticket: bool  # whether blocks draw their work from a counter
+    ticket: bool  # whether blocks draw their work from a counter, if the kernel can
 
 
 def _work(problem, plan) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def _prepare(problem, device, arrays, tile=None):
     step = make(problem, device, plan, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw.
-    ticket = family is sm90 and plan["kDynamic"] and math.prod(_work(problem, plan)) > step.blocks
+    ticket = problem.band is not None and math.prod(_work(problem, plan)) > step.blocks
     return _Forward(step, packed, family is sm90, ticket), family, rejections
 
 

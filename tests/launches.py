@@ -1,5 +1,5 @@
-"""The modules that need CuPy, without it: host arrays stand in their place, and what would be launched
-is kept to be looked at.
+"""The modules that need CuPy, without it: host arrays stand in CuPy's place, and what would be
+launched is kept to be looked at.
 """
 
 import ctypes

@@ -112,7 +112,7 @@ def test_why_the_portable_family_runs(gpu_side, monkeypatch):
 
     problem = problem_of(length=16)
     assert reasons(problem) == ("sm90", "")
-    late = cupy.ndarray(None, base=np.zeros(2 * 16 * 64 + 8, np.float16)[1:2049].reshape(1, 2, 16, 64))
+    late = cupy.ndarray(None, base=np.zeros(2056, np.float16)[1:2049].reshape(1, 2, 16, 64))
     family, reason = reasons(problem, q=late)
     assert family == "portable" and "q: its address" in reason
     family, reason = reasons(problem_of("float32", length=16))
@@ -129,7 +129,8 @@ def test_a_tile_asks_for_its_family(gpu_side):
     cupy, _, launch = gpu_side
     problem = problem_of(length=16)
     arrays = arrays_of(cupy, problem)
-    for tile, kernel in ((None, "fwd_sm90"), (TILE, "fwd_portable"), (sm90.Tile(64, 64, 2), "fwd_sm90")):
+    hopper = sm90.Tile(64, 64, 2)
+    for tile, kernel in ((None, "fwd_sm90"), (TILE, "fwd_portable"), (hopper, "fwd_sm90")):
         launch.log.clear()
         launch.forward(problem, *arrays, tile)
         plan = launch.log[0][0]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash import families, jit, params, source
+from cuflash import families, jit, params, source, tensormap
 from cuflash.families import Access, Device, choose, device_of, portable
 from cuflash.families.portable import Tile
 from cuflash.plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
@@ -318,13 +318,21 @@ def test_numbers_of_a_call_do_not_make_a_new_kernel():
 # tuning -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tuning_tries_tiles_that_the_kernels_take(compiles, dtype, direction):
+_TUNED = [("sm_80", "portable", *both) for both in itertools.product(("fwd", "bwd"), DTYPES)]
+_TUNED += [("sm_90a", "sm90", "fwd", "float16"), ("sm_90a", "portable", "fwd", "float16")]
+
+
+@pytest.mark.parametrize("arch, family, direction, dtype", _TUNED)
+def test_tuning_tries_tiles_that_the_kernels_take(
+    compiles, monkeypatch, arch, family, direction, dtype
+):
     """The table's rows come first; a printed row is the tile again; nothing is tried twice."""
     tune = pytest.importorskip("bench.tune")
-    options = ["--dtype", dtype, "--direction", direction, "--head-dim", "96", "--arch", "sm_80"]
+    monkeypatch.setattr(tensormap, "missing", lambda: None)
+    options = ["--dtype", dtype, "--direction", direction, "--head-dim", "96", "--arch", arch]
+    options += [] if family == "sm90" else ["--family", family]
     setting = tune._setting(tune._parser().parse_args(options), None)
+    assert setting.family.NAME == family
     rows = tune.candidates(setting)
     assert rows[0].from_table and any(not row.from_table for row in rows)
     assert len({row.plan for row in rows}) == len(rows)
@@ -332,4 +340,7 @@ def test_tuning_tries_tiles_that_the_kernels_take(compiles, dtype, direction):
         assert row.plan == setting.plan(row.tile)
         assert row.plan.smem_bytes <= setting.device.smem_per_block
         printed = tune.render(setting, row)
-        assert eval(printed.split("#")[0].strip(" ,"), {"Tile": Tile}) == row.tile
+        assert eval(printed.split("#")[0].strip(" ,"), {"Tile": setting.family.Tile}) == row.tile
+    with pytest.raises(ValueError, match="--family sm90: "):
+        backward = ["--direction", "bwd", "--family", "sm90"]
+        tune._setting(tune._parser().parse_args([*options[:6], *backward]), None)

@@ -43,7 +43,7 @@ def test_arrays_without_maps_are_refused():
 @pytest.mark.parametrize("head_dim_v", (1, 40, 64, 128, 200, 256))
 def test_every_head_dim_fits_the_shared_memory(head_dim, head_dim_v):
     problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim_v)
-    plan = sm90.forward_plan(problem, HOPPER, Access(16, 16), dynamic=False)
+    plan = sm90.forward_plan(problem, HOPPER, Access(16, 16))
     assert plan.smem_bytes <= HOPPER.smem_per_block
     assert plan["kHeadDim"] - head_dim in range(16) and plan["kHeadDim"] % 16 == 0
     producer, consumers = plan["kProducerRegisters"], plan["kConsumerRegisters"]
@@ -58,7 +58,7 @@ def test_kernels_compile(nvrtc, head_dim, head_dim_v, band, dtype):
     a band nothing is spilled.
     """
     problem = replace(BASE, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, band=band)
-    plan = sm90.forward_plan(problem, HOPPER, Access(16, 16), dynamic=band is not None)
+    plan = sm90.forward_plan(problem, HOPPER, Access(16, 16))
     _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
     assert "C75" not in log
     if band is None:

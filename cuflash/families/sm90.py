@@ -52,6 +52,12 @@ def reject(problem, device, access) -> str | None:
     return None
 
 
+def forward_tile(problem) -> Tile:
+    """The table's tile for a problem."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
+
+
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
     panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
@@ -73,9 +79,7 @@ def forward_plan(
     """
     dynamic = problem.band is not None if dynamic is None else dynamic
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-    if tile is None:
-        widest = max(head_dim, head_dim_v)
-        tile = FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
+    tile = forward_tile(problem) if tile is None else tile
     smem, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
