@@ -16,7 +16,7 @@ from . import jit
 from . import launch_steps as steps
 from .families import choose, sm90
 from .launch_backward import backward
-from .launch_steps import BATCH_DIMS, Step, pointer
+from .launch_steps import BATCH_DIMS, Step
 from .plan import round_up
 from .tensormap import Encoder
 
@@ -139,18 +139,18 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
         steps.check_aligned(q=q, k=k, v=v, out=out, lse=lse)
         return _prepare(problem, steps.device_facts(device_id), arrays, tile)[0]
 
-    step, packed, mapped, ticket = steps.prepared(
-        (problem, device_id, tile, steps.key_of(arrays)), make
-    )
+    starts = steps.starts_of(arrays)
+    key = (problem, device_id, tile, steps.key_of(arrays, starts))
+    step, packed, mapped, ticket = steps.prepared(key, make)
     if packed:
-        q, k, v = steps.pack_narrow(problem, q, k, v)
+        arrays = (*steps.pack_narrow(problem, q, k, v), out, lse)
+        starts = steps.starts_of(arrays)
     if not mapped:
-        step.launch(device_id, *map(pointer, (q, k, v, out, lse)), 0)
+        step.launch(device_id, *starts, 0)
         return
-    starts = (q.data.ptr, k.data.ptr, v.data.ptr)
     counter = _new_ticket() if ticket else None
     place = 0 if counter is None else counter.ptr
-    step.launch(device_id, starts[2], out.data.ptr, pointer(lse), place, mapped=starts)
+    step.launch(device_id, *starts[2:], place, mapped=starts[:3])
 
 
 def _new_ticket():

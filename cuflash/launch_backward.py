@@ -17,7 +17,7 @@ import numpy as np
 
 from . import launch_steps as steps
 from .families import choose, portable
-from .launch_steps import BATCH_DIMS, Step, pointer
+from .launch_steps import BATCH_DIMS, Step
 from .plan import ITEM_BYTES, Plan, round_up
 
 # Where |lse| is above this, float rounding of lse would cost exp(s - lse) accuracy that the dtype
@@ -198,7 +198,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
         kernels = _steps(problem, steps.device_facts(device_id), a, deterministic, tile)
         return kernels, any(x is not y for x, y in zip(a, given))
 
-    key = (problem, device_id, tile, deterministic, steps.key_of(given))
+    key = (problem, device_id, tile, deterministic, steps.key_of(given, steps.starts_of(given)))
     kernels, narrow = steps.prepared(key, make)
     _run(problem, device_id, kernels, packed() if narrow else given)
 
@@ -214,7 +214,7 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays) -> None:
         accum = zeroed.data.ptr
         flags, ticket = accum + accum_bytes, accum + accum_bytes + 4 * kernels.flag_count
 
-    dout, q, k, v, out, lse, dlse, dq, dk, dv = map(pointer, a)
+    dout, q, k, v, out, lse, dlse, dq, dk, dv = steps.starts_of(a)
     kernels.delta.launch(device_id, out, dout, lse, dlse, stats)
     kernels.stats.launch(device_id, q, k, v, 0, lse, stats)
     kernels.main.launch(device_id, q, k, v, dout, dk, dv, accum, flags, ticket, stats)

@@ -9,6 +9,7 @@ prepared once and kept (`prepared`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -141,8 +142,9 @@ def outer(problem, arrays):
         yield inner, [None if a is None else a[index] for a in arrays]
 
 
-def pointer(array) -> int:
-    return 0 if array is None else array.data.ptr
+def starts_of(arrays) -> list[int]:
+    """Where arrays begin; 0 for None."""
+    return [0 if a is None else a.data.ptr for a in arrays]
 
 
 # ---- parameters ------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class Step:
         """``values``: of all fields after the pointers, in the order of the plan's table."""
         return cls(plan, layout(plan.params).rest(*values), blocks, encoders)
 
-    def launch(self, device_id: int, *pointers: int, mapped: tuple[int, ...] = ()) -> None:
+    def launch(self, device_id: int, *pointers: int, mapped: Sequence[int] = ()) -> None:
         """Enqueue it on the current stream of the current device, which is ``device_id``.
 
         ``mapped``: where the arrays begin that tensor maps describe.
@@ -246,11 +248,12 @@ _prepared: dict = {}
 _PREPARED_LIMIT = 4096
 
 
-def key_of(arrays) -> tuple:
-    """What two calls must share to share their preparation: strides, and how well pointers are
-    aligned.
+def key_of(arrays, starts) -> tuple:
+    """What two calls must share to share their preparation: strides, and how well the arrays'
+    starts are aligned.
     """
-    return tuple([None if a is None else (a.strides, a.data.ptr & 15) for a in arrays])
+    strides = [None if a is None else a.strides for a in arrays]
+    return (*strides, *[start & 15 for start in starts])
 
 
 def prepared(key, make):
