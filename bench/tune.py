@@ -1,10 +1,10 @@
 """`python -m bench.tune`: measures tiles of the kernels and prints them as table rows.
 
 The best come first; a person copies them into cuflash/families/, and nothing is tuned at run time.
-Of the families that can run the case the fastest is tuned, or the one that is named. Candidates are the table's own rows and a grid of others that fit the device's shared
-memory. All are built, each in its own process; those that spill registers or differ from the first
-row's result are named at the end. Without a GPU there are no times: what would be tried is printed
-with its registers.
+Of the families that can run the case the fastest is tuned, or the one that is named. Candidates are
+the table's own rows and a grid of others that fit the device's shared memory. All are built, each
+in its own process; those that spill registers or differ from the first row's result are named at
+the end. Without a GPU there are no times: what would be tried is printed with its registers.
 """
 
 from __future__ import annotations

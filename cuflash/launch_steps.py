@@ -222,7 +222,7 @@ class Step:
         """``values``: of all fields after the pointers, in the order of the plan's table."""
         return cls(plan, layout(plan.params).rest(*values), blocks, encoders)
 
-    def launch(self, device_id: int, *pointers: int, mapped: Sequence[int] = ()) -> None:
+    def launch(self, device_id: int, *pointers: int, mapped: Sequence[int] = []) -> None:
         """Enqueue it on the current stream of the current device, which is ``device_id``.
 
         ``mapped``: where the arrays begin that tensor maps describe.
@@ -235,9 +235,10 @@ class Step:
         except IndexError:
             room = layout(self.plan.params).room(self.rest)
         room.point(*pointers)
-        for number, start in enumerate(mapped):
-            if room.mapped[number] != start:
-                room.write_map(number, start, self.encoders[number].map(start))
+        if room.mapped != mapped:
+            for number, start in enumerate(mapped):
+                if room.mapped[number] != start:
+                    room.write_map(number, start, self.encoders[number].map(start))
         kernel(device_id, self.blocks, room.address)
         self._rooms.append(room)
 

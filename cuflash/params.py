@@ -202,8 +202,6 @@ class Room:
         Where the arrays begin whose tensor maps are in the struct.
     """
 
-    __slots__ = ("_argument", "_offset", "_pack", "address", "mapped", "struct")
-
     def __init__(self, layout: Layout, rest: bytes):
         self.struct = ctypes.create_string_buffer(layout.size)
         self._offset = MAP_BYTES * layout.num_maps
