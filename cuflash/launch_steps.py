@@ -180,13 +180,13 @@ def section_values(problem, device, heads: int, head_bytes: int) -> list[int]:
 
 
 def scale_log2(problem) -> float:
-    """|scale| * log2(e); never 0, since 0 times a hidden score's -inf is NaN. The sign is in the
-    plan.
+    """|scale| * log2(e), finite in the scores' type; never 0, since 0 times a hidden score's -inf
+    is NaN. The sign is in the plan.
     """
     if problem.scale == 0:
         return 1.0
-    tiny = float(np.finfo(problem.lse_dtype).tiny)
-    return max(abs(problem.scale) * LOG2E, tiny)
+    limits = np.finfo(problem.lse_dtype)
+    return min(max(abs(problem.scale) * LOG2E, float(limits.tiny)), float(limits.max))
 
 
 @dataclass(frozen=True)

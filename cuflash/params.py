@@ -23,6 +23,7 @@ KINDS = {
     "i32": ("i32 {}", "i", 1),
     "u32": ("u32 {}", "I", 1),
     "i64": ("i64 {}", "q", 1),
+    "f32": ("float {}", "f", 1),
     "f64": ("double {}", "d", 1),
     "strides": ("Strides {}", f"{STRIDES}q", STRIDES),
     "sizes": (f"i32 {{}}[{BATCH_DIMS}]", f"{BATCH_DIMS}i", BATCH_DIMS),
@@ -82,7 +83,7 @@ TABLES = {
         *_SECTION,
         ("num_work", "u32"),
         *_BAND,
-        ("scale_log2", "f64"),
+        ("scale_log2", "f32"),
     ],
     "backward": [
         ("q", "in"),

@@ -67,6 +67,7 @@ using T = Plan::Element;
 inline constexpr int kConsumers = Plan::kBlockM / 64;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
 inline constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
+inline constexpr int kCleaners = Plan::kBand ? 3 : 0;  // warps; the producer's warpgroup has them
 static_assert(sizeof(T) == 2, "wgmma with 16-bit operands");
 static_assert(Plan::kBlockM % 64 == 0 && Plan::kBlockM <= 256, "a box has at most 256 rows");
 static_assert(Plan::kBlockN % 16 == 0 && Plan::kBlockN <= 256, "P is an operand of 16 keys a step");
@@ -81,72 +82,108 @@ inline constexpr int kKBytes = kPanels * kKeyPanel;
 inline constexpr int kVBytes = kPanelsV * kKeyPanel;
 using OTile = SmemTile<T, 16, Plan::kHeadDimV>;
 inline constexpr int kOBytes = kConsumerWarps * OTile::kBytes;
-inline constexpr int kRing =
-    Plan::kOutInQ ? max_of(kQBytes, (kOBytes + 1023) / 1024 * 1024) : kQBytes;
-inline constexpr int kRingEnd = kRing + Plan::kStages * (kKBytes + kVBytes);
+inline constexpr int kQEnd =
+    Plan::kOutInQ ? max_of(kQBytes, (kOBytes + 1023) / 1024 * 1024) : Plan::kQStages * kQBytes;
+inline constexpr int kRingEnd = kQEnd + Plan::kStages * (kKBytes + kVBytes);
 inline constexpr int kBarriers = kRingEnd + (Plan::kOutInQ ? 0 : kOBytes);
-inline constexpr int kNumBarriers = 4 + 4 * Plan::kStages;
-static_assert(kBarriers + 8 * kNumBarriers + 16 + 32 * kConsumerWarps + 1024 == Plan::kSmemBytes,
+inline constexpr int kPieceSlots = 2;
+inline constexpr int kNumBarriers = 8 + 5 * Plan::kStages;
+inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
+static_assert(!Plan::kOutInQ || Plan::kQStages == 1, "the output has one place");
+static_assert(kPieces + 64 + 1024 == Plan::kSmemBytes,
               "families/sm90.py's sum is this one");
 
 using Scores = Fragment<float, 1, Plan::kBlockN / 8>;
 using Output = Fragment<float, 1, Plan::kHeadDimV / 8>;
 
-// Addresses of everything in shared memory.
-struct Shared {
-    u32 base;
+// A piece of work: kBlockM queries of one head. No more work: first_row is negative.
+struct Piece {
+    int first_row;
+    u32 head, batch;
+    u32 state;  // number of the piece among this thread block's, from 1 on; kExact
 
-    __device__ __forceinline__ u32 k(int stage) const { return base + kRing + stage * kKBytes; }
-    __device__ __forceinline__ u32 v(int stage) const {
-        return base + kRing + Plan::kStages * kKBytes + stage * kVBytes;
-    }
-    __device__ __forceinline__ u32 out() const { return base + (Plan::kOutInQ ? 0 : kRingEnd); }
-    __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
-    __device__ __forceinline__ u32 q_full() const { return barrier(0); }
-    __device__ __forceinline__ u32 q_empty() const { return barrier(1); }
-    __device__ __forceinline__ u32 work_full() const { return barrier(2); }
-    __device__ __forceinline__ u32 work_empty() const { return barrier(3); }
-    __device__ __forceinline__ u32 k_full(int stage) const { return barrier(4 + stage); }
-    __device__ __forceinline__ u32 k_empty(int stage) const {
-        return barrier(4 + Plan::kStages + stage);
-    }
-    __device__ __forceinline__ u32 v_full(int stage) const {
-        return barrier(4 + 2 * Plan::kStages + stage);
-    }
-    __device__ __forceinline__ u32 v_empty(int stage) const {
-        return barrier(4 + 3 * Plan::kStages + stage);
-    }
-    __device__ __forceinline__ u32 next_work() const { return barrier(kNumBarriers); }
-    __device__ __forceinline__ u32 ranges() const { return barrier(kNumBarriers) + 16; }
+    static constexpr u32 kExact = 1u << 31;  // every step looks for the maximum first
+    __device__ __forceinline__ u32 number() const { return state & ~kExact; }
+    __device__ __forceinline__ bool exact() const { return state >= kExact; }
 
-    __device__ __forceinline__ void init() const {
-        for (int n = 0; n < kNumBarriers; ++n) {
-            const bool full = n == 0 || n == 2 || (n >= 4 && (n - 4) / Plan::kStages % 2 == 0);
-            mbarrier_init(barrier(n), full ? 1 : kConsumerWarps);
-        }
-        fence_mbarrier_init();
+    // The blocks of keys that `rows` rows of queries see, from the piece's row `row` on.
+    __device__ __forceinline__ BlockRange keys(const Params& p, int row = 0,
+                                               int rows = Plan::kBlockM) const {
+        const int first = first_row + row, last = min_of(first + rows, p.seqlen_q) - 1;
+        return band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN,
+                                       p.seqlen_k);
     }
 };
 
 // A place in a ring and how often it was passed.
-struct Cursor {
+template <int kCount> struct Cursor {
     int stage = 0;
     u32 phase = 0;
     __device__ __forceinline__ void next() {
-        if (++stage == Plan::kStages) stage = 0, phase ^= 1;
+        if (kCount == 1 || ++stage == kCount) stage = 0, phase ^= 1;
     }
 };
 
-__device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
-    Work<1> work(index, p.num_blocks, p.num_heads, p.section, p.num_sectioned, p.num_work);
-    if constexpr (Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
-    return work;
+// Addresses of everything in shared memory.
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ u32 q(int stage) const { return base + stage * kQBytes; }
+    __device__ __forceinline__ u32 k(int stage) const { return base + kQEnd + stage * kKBytes; }
+    __device__ __forceinline__ u32 v(int stage) const {
+        return base + kQEnd + Plan::kStages * kKBytes + stage * kVBytes;
+    }
+    __device__ __forceinline__ u32 out() const { return base + (Plan::kOutInQ ? 0 : kRingEnd); }
+    __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
+    __device__ __forceinline__ u32 q_full(int stage) const { return barrier(stage); }
+    __device__ __forceinline__ u32 q_empty(int stage) const { return barrier(2 + stage); }
+    __device__ __forceinline__ u32 piece_full(int slot) const { return barrier(4 + slot); }
+    __device__ __forceinline__ u32 piece_empty(int slot) const { return barrier(6 + slot); }
+    __device__ __forceinline__ u32 ring(int kind, int stage) const {
+        return barrier(8 + kind * Plan::kStages + stage);
+    }
+    __device__ __forceinline__ u32 k_full(int stage) const { return ring(0, stage); }
+    __device__ __forceinline__ u32 k_empty(int stage) const { return ring(1, stage); }
+    __device__ __forceinline__ u32 v_full(int stage) const { return ring(2, stage); }
+    __device__ __forceinline__ u32 v_empty(int stage) const { return ring(3, stage); }
+    __device__ __forceinline__ u32 v_clean(int stage) const { return ring(4, stage); }
+    __device__ __forceinline__ SharedValue<Piece> piece(int slot) const {
+        return {base + kPieces + 16 * slot};
+    }
+    // Not zero: the slot's piece must be computed again.
+    __device__ __forceinline__ u32 failed(int slot) const { return base + kPieces + 48 + 4 * slot; }
+    // The last piece in whose values a warp found inf or NaN, a word for each cleaner.
+    __device__ __forceinline__ SharedValue<uint4> dirty() const { return {base + kPieces + 32}; }
+
+    __device__ __forceinline__ void init() const {
+        for (int stage = 0; stage < Plan::kQStages; ++stage) {
+            mbarrier_init(q_full(stage), 1);
+            mbarrier_init(q_empty(stage), kConsumerWarps);
+        }
+        for (int slot = 0; slot < kPieceSlots; ++slot) {
+            mbarrier_init(piece_full(slot), 1);
+            mbarrier_init(piece_empty(slot), kConsumerWarps + kCleaners);
+        }
+        for (int stage = 0; stage < Plan::kStages; ++stage) {
+            mbarrier_init(k_full(stage), 1);
+            mbarrier_init(k_empty(stage), kConsumerWarps);
+            mbarrier_init(v_full(stage), 1);
+            mbarrier_init(v_empty(stage), kConsumerWarps + kCleaners);
+            mbarrier_init(v_clean(stage), max_of(1, kCleaners));
+        }
+        dirty().set(uint4{0, 0, 0, 0});
+        for (int slot = 0; slot < kPieceSlots; ++slot) store_shared(failed(slot), 0);
+        fence_mbarrier_init();
+    }
+};
+
+// A warp's arrival, once all its lanes are there.
+__device__ __forceinline__ void warp_arrive(u32 barrier) {
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(barrier);
 }
-// The blocks of keys that `rows` rows of queries see.
-__device__ __forceinline__ BlockRange keys_of(const Params& p, int first_row, int rows) {
-    const int last_row = min_of(first_row + rows, p.seqlen_q) - 1;
-    return band_range<Plan::kBand>(first_row, last_row, p.band_lo, p.band_hi, Plan::kBlockN,
-                                   p.seqlen_k);
+__device__ __forceinline__ bool is_masked(const BlockRange& range, int n) {
+    return n >= range.full_end || n < range.full_begin;
 }
 
 // ---- producer ----------------------------------------------------------------------------------
@@ -154,98 +191,193 @@ __device__ __forceinline__ BlockRange keys_of(const Params& p, int first_row, in
 struct Producer {
     const Params& p;
     const Shared smem;
-    Cursor k_cursor, v_cursor;
+    Cursor<Plan::kQStages> q_cursor;
+    Cursor<Plan::kStages> k_cursor, v_cursor;
+    Cursor<kPieceSlots> pieces;
+    u32 head, kv_head, inner, outer;
 
     template <int kCount>
     __device__ __forceinline__ void load(u32 to, int panel_bytes, const TensorMap& map, u32 bar,
-                                         int row, u32 head, u32 batch) const {
-        const int inner = int(batch % u32(p.batch_sizes[2])),
-                  outer = int(batch / u32(p.batch_sizes[2]));
+                                         int row, u32 of_head) const {
         mbarrier_arrive_expect_tx(bar, kCount * panel_bytes);
 #pragma unroll
         for (int panel = 0; panel < kCount; ++panel)
-            tma_load(to + panel * panel_bytes, map, bar, 64 * panel, row, int(head), inner, outer);
+            tma_load(to + panel * panel_bytes, map, bar, 64 * panel, row, int(of_head), int(inner),
+                     int(outer));
     }
-    __device__ __forceinline__ void load_k(const Work<1>& w, int n_block) {
+    __device__ __forceinline__ void load_q(const Piece& piece) {
+        mbarrier_wait(smem.q_empty(q_cursor.stage), q_cursor.phase ^ 1);
+        load<kPanels>(smem.q(q_cursor.stage), kQPanel, p.q_map, smem.q_full(q_cursor.stage),
+                      piece.first_row, head);
+        q_cursor.next();
+    }
+    __device__ __forceinline__ void load_k(int n_block) {
         mbarrier_wait(smem.k_empty(k_cursor.stage), k_cursor.phase ^ 1);
         load<kPanels>(smem.k(k_cursor.stage), kKeyPanel, p.k_map, smem.k_full(k_cursor.stage),
-                      n_block * Plan::kBlockN, w.head / p.group, w.batch);
+                      n_block * Plan::kBlockN, kv_head);
         k_cursor.next();
     }
-    __device__ __forceinline__ void load_v(const Work<1>& w, int n_block) {
+    __device__ __forceinline__ void load_v(int n_block) {
         mbarrier_wait(smem.v_empty(v_cursor.stage), v_cursor.phase ^ 1);
         load<kPanelsV>(smem.v(v_cursor.stage), kKeyPanel, p.v_map, smem.v_full(v_cursor.stage),
-                       n_block * Plan::kBlockN, w.head / p.group, w.batch);
+                       n_block * Plan::kBlockN, kv_head);
         v_cursor.next();
     }
 
+    __device__ __forceinline__ Piece piece_of(u32 index, u32 number) const {
+        Work<1> work(index, p.num_blocks, p.num_heads, p.section, p.num_sectioned, p.num_work);
+        const int block = Plan::kBand ? int(p.num_blocks) - 1 - work.block : work.block;
+        return {block * Plan::kBlockM, work.head, work.batch, number};
+    }
+    __device__ __forceinline__ void hand_out(const Piece& piece) {
+        smem.piece(pieces.stage).set(piece);
+        mbarrier_arrive(smem.piece_full(pieces.stage));
+        pieces.next();
+    }
+    // Waits until the piece in a slot is finished. If it failed, `piece` is that one once more.
+    __device__ __forceinline__ bool is_failed(const Cursor<kPieceSlots>& slot, Piece& piece) const {
+        mbarrier_wait(smem.piece_empty(slot.stage), slot.phase ^ 1);
+        if (load_shared(smem.failed(slot.stage)) == 0) return false;
+        store_shared(smem.failed(slot.stage), 0);
+        piece = smem.piece(slot.stage).get();
+        piece.state |= Piece::kExact;
+        return true;
+    }
+    // The next piece; false when there is none.
+    __device__ __forceinline__ bool next_piece(u32& index, u32 number, Piece& piece) const {
+        Cursor<kPieceSlots> other = pieces;
+        other.next();
+        if (is_failed(pieces, piece)) return true;
+        if (index >= p.num_work) return is_failed(other, piece);
+        piece = piece_of(index, number);
+        index = take(index);
+        return true;
+    }
+    // Without a ticket pieces go round all blocks in turn.
     __device__ __forceinline__ u32 take(u32 index) const {
-        if constexpr (!Plan::kDynamic) return index + gridDim.x;
+        if (p.ticket == nullptr) return index + gridDim.x;
         return gridDim.x + atomicAdd(static_cast<u32*>(p.ticket), 1u);
     }
 
     __device__ __forceinline__ void run() {
-        u32 q_phase = 0, work_phase = 0;
-        for (u32 index = blockIdx.x; index < p.num_work;) {
-            const Work<1> w = work_of(p, index);
-            const int first_row = w.block * Plan::kBlockM;
-            const BlockRange range = keys_of(p, first_row, Plan::kBlockM);
+        u32 index = blockIdx.x;
+        Piece piece;
+#pragma unroll 1
+        for (u32 number = 1; next_piece(index, number, piece); ++number) {
+            hand_out(piece);
+            head = piece.head, kv_head = piece.head / p.group;
+            outer = piece.batch / u32(p.batch_sizes[2]);
+            inner = piece.batch - outer * u32(p.batch_sizes[2]);
+            const BlockRange range = piece.keys(p);
             const bool any = range.begin < range.end;
-            if (any) load_k(w, range.end - 1);
-            mbarrier_wait(smem.q_empty(), q_phase ^ 1);
-            q_phase ^= 1;
-            load<kPanels>(smem.base, kQPanel, p.q_map, smem.q_full(), first_row, w.head, w.batch);
-            for (int n = range.end - 1; n > range.begin; --n) load_k(w, n - 1), load_v(w, n);
-            index = take(index);
-            if constexpr (Plan::kDynamic) {
-                mbarrier_wait(smem.work_empty(), work_phase ^ 1);
-                work_phase ^= 1;
-                asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem.next_work()), "r"(index)
-                             : "memory");
-                mbarrier_arrive(smem.work_full());
+            if (any) load_k(range.end - 1);
+            load_q(piece);
+#pragma unroll 1
+            for (int n = range.end - 1; n > range.begin; --n) load_k(n - 1), load_v(n);
+            if (any) load_v(range.begin);
+        }
+        hand_out({-1, 0, 0, 0});
+    }
+};
+
+// The pieces that the producer hands out, as the other warps see them: in shared memory, registers
+// are full.
+struct Pieces {
+    const Shared smem;
+    Cursor<kPieceSlots> cursor;
+
+    __device__ __forceinline__ Piece current() const {
+        const Piece piece = smem.piece(cursor.stage).get();
+        return {uniform(piece.first_row), uniform(piece.head), uniform(piece.batch),
+                uniform(piece.state)};
+    }
+    // False when there is no more.
+    __device__ __forceinline__ bool wait() const {
+        mbarrier_wait(smem.piece_full(cursor.stage), cursor.phase);
+        return current().first_row >= 0;
+    }
+    __device__ __forceinline__ void release() {
+        warp_arrive(smem.piece_empty(cursor.stage));
+        cursor.next();
+    }
+};
+
+// ---- cleaners ----------------------------------------------------------------------------------
+
+// With a band: warps that replace inf and NaN by zero in values that some rows of the piece do not
+// see, since a hidden key's weight 0 times NaN is NaN.
+struct Cleaner {
+    const Params& p;
+    const Shared smem;
+    const int warp;
+
+    __device__ __forceinline__ bool clean(u32 tile) const {
+        constexpr int kStep = 16 * kWarpSize * kCleaners;
+        const int first = 16 * (warp * kWarpSize + lane_id());
+        bool found = false;
+        for (int offset = first; offset < kVBytes; offset += kStep) {
+            uint4 piece;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                         : "r"(tile + offset)
+                         : "memory");
+            found |= has_nonfinite<T>(piece);
+        }
+        if (__any_sync(kFullWarp, found))
+            for (int offset = first; offset < kVBytes; offset += kStep)
+                for (int at = tile + offset; at < tile + offset + 16; at += 2) {
+                    T x;
+                    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x.bits) : "r"(at) : "memory");
+                    if (is_nonfinite(x))
+                        asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(u16(0)) : "memory");
+                }
+        return found;
+    }
+    __device__ __forceinline__ void run() const {
+        Pieces pieces{smem};
+        Cursor<Plan::kStages> cursor;
+        for (; pieces.wait(); pieces.release()) {
+            const Piece piece = pieces.current();
+            const BlockRange range = piece.keys(p);
+            for (int n = range.end - 1; n >= range.begin; --n) {
+                mbarrier_wait(smem.v_full(cursor.stage), cursor.phase);
+                if (is_masked(range, n)) {
+                    if (clean(smem.v(cursor.stage)))
+                        store_shared(smem.dirty().address + 4 * warp, piece.number());
+                    fence_proxy_async();
+                }
+                warp_arrive(smem.v_clean(cursor.stage));
+                warp_arrive(smem.v_empty(cursor.stage));
+                cursor.next();
             }
-            if (any) load_v(w, range.begin);
         }
     }
 };
 
 // ---- consumers ---------------------------------------------------------------------------------
 
-// All consumers meet; true for all when any brings true.
-__device__ __forceinline__ bool consumers_any(bool x) {
-    u32 result;
-    asm volatile(
-        "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\n"
-        "barrier.cta.red.or.pred q, 1, %2, p;\nselp.u32 %0, 1, 0, q;\n}\n"
-        : "=r"(result)
-        : "r"(u32(x)), "n"(kConsumerThreads)
-        : "memory");
-    return result != 0;
-}
-
 struct Consumer {
     const Params& p;
     const Shared smem;
-    const int thread;  // among all consumers
-    Cursor k_cursor, v_cursor;
+    const int warp;  // among all consumers
+    Pieces pieces;
+    Cursor<Plan::kQStages> q_cursor;
+    Cursor<Plan::kStages> k_cursor, v_cursor;
     Softmax<float, 1, Plan::kFused> softmax;
     float factor[2];
     bool rescale;  // O must be multiplied by factor before the next P V
-    bool dirty;    // v held inf or NaN in a masked block, which were replaced by zero
+    float highest[2];  // of this lane's scores of the last block
     u32 weights[Plan::kBlockN / 16][4];
 
-    __device__ __forceinline__ int warp_row() const { return thread / kWarpSize * 16; }
-
-    __device__ __forceinline__ void release(u32 barrier) const {
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(barrier);
-    }
+    __device__ __forceinline__ Piece piece() const { return pieces.current(); }
+    __device__ __forceinline__ float scale() const { return p.scale_log2; }
 
     // S = Q K^T, started.
     __device__ __forceinline__ void start_scores(Scores& s) {
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
         float (&c)[Plan::kBlockN / 2] = reinterpret_cast<float (&)[Plan::kBlockN / 2]>(s.x);
-        const u64 q = matrix_descriptor(smem.base + thread / kWarpgroupSize * 64 * kPanelBytes, 0);
+        const u32 rows = warp / 4 * 64 * kPanelBytes;
+        const u64 q = matrix_descriptor(smem.q(q_cursor.stage) + rows, 0);
         const u64 k = matrix_descriptor(smem.k(k_cursor.stage), 0);
         wgmma_fence();
 #pragma unroll
@@ -255,15 +387,16 @@ struct Consumer {
         wgmma_commit_group();
     }
     __device__ __forceinline__ void release_k() {
-        release(smem.k_empty(k_cursor.stage));
+        warp_arrive(smem.k_empty(k_cursor.stage));
         k_cursor.next();
     }
-
+    __device__ __forceinline__ void wait_v() const {
+        mbarrier_wait(Plan::kBand ? smem.v_clean(v_cursor.stage) : smem.v_full(v_cursor.stage),
+                      v_cursor.phase);
+    }
     // O += P V, started.
-    __device__ __forceinline__ void start_output(Output& o, int n) {
-        mbarrier_wait(smem.v_full(v_cursor.stage), v_cursor.phase);
-        if constexpr (Plan::kBand)
-            if (is_masked(block_range().get(), n)) replace_nonfinite();
+    __device__ __forceinline__ void start_output(Output& o) {
+        wait_v();
         float (&c)[Plan::kHeadDimV / 2] = reinterpret_cast<float (&)[Plan::kHeadDimV / 2]>(o.x);
         const u64 v = matrix_descriptor(smem.v(v_cursor.stage), kKeyPanel);
         wgmma_fence();
@@ -273,205 +406,235 @@ struct Consumer {
         wgmma_commit_group();
     }
     __device__ __forceinline__ void release_v() {
-        release(smem.v_empty(v_cursor.stage));
+        warp_arrive(smem.v_empty(v_cursor.stage));
         v_cursor.next();
+    }
+    __device__ __forceinline__ void release_q() {
+        warp_arrive(smem.q_empty(q_cursor.stage));
+        q_cursor.next();
     }
     __device__ __forceinline__ void rescale_output(Output& o) {
         if (rescale) o.for_each_row([&](float& x, int q) { x *= factor[q]; });
     }
 
-    // Zero in place of inf and NaN, since a hidden key's weight 0 times NaN is NaN. All consumers
-    // take part, so that all know.
-    __device__ __forceinline__ void replace_nonfinite() {
-        bool found = false;
-        const u32 tile = smem.v(v_cursor.stage);
-        for (int offset = 16 * thread; offset < kVBytes; offset += 16 * kConsumerThreads) {
-            uint4 piece;
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
-                         : "r"(tile + offset)
-                         : "memory");
-            found |= has_nonfinite<T>(piece);
-        }
-        if (!consumers_any(found)) return;
-        dirty = true;
-        for (int offset = 2 * thread; offset < kVBytes; offset += 2 * kConsumerThreads) {
-            T x;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x.bits) : "r"(tile + offset) : "memory");
-            if (is_nonfinite(x))
-                asm volatile("st.shared.u16 [%0], %1;" ::"r"(tile + offset), "h"(u16(0))
-                             : "memory");
-        }
-        fence_proxy_async();
-        consumers_any(false);
-    }
-
-    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int first_row,
-                                                         int n_block) const {
+    template <bool kMasked>
+    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block) const {
         apply_scale_sign<Plan::kScaleSign>(s);
-        if constexpr (!Plan::kBand && !Plan::kTail) return;
-        if (!is_masked(own_range().get(), n_block)) return;
+        if constexpr (!kMasked) return;
         const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
-        s.for_each(opaque(first_row + warp_row()), n_block * Plan::kBlockN,
+        s.for_each(piece().first_row + 16 * warp, n_block * Plan::kBlockN,
                    [&](float& x, int i, int j) { x = visible(i, j) ? x : -infinity<float>(); });
+    }
+    __device__ __forceinline__ void set_factor(const float (&f)[2]) {
+        factor[0] = f[0], factor[1] = f[1], rescale = true;
     }
     // S becomes unrounded P.
     __device__ __forceinline__ void update_softmax(Scores& s) {
         rescale = false;
-        softmax.update(s, float(p.scale_log2), [&](const float (&f)[2]) {
-            factor[0] = f[0], factor[1] = f[1], rescale = true;
+        softmax.update(s, scale(), [&](const float (&f)[2]) { set_factor(f); });
+        highest[0] = highest[1] = -infinity<float>();
+    }
+    // The same in two parts, with the references that suit the blocks before: exponentials need not
+    // wait for the maximum. Scores far above the references overflow: the piece fails.
+    __device__ __forceinline__ void adjust_softmax() {
+        rescale = false;
+        softmax.reduce(highest);
+        softmax.template adjust<true>(highest, scale(), [&](const float (&f)[2]) { set_factor(f); });
+        highest[0] = highest[1] = -infinity<float>();
+    }
+    __device__ __forceinline__ void weigh(Scores& s) {
+        float offset[2];
+        if constexpr (Plan::kFused) softmax.offsets(s, scale(), offset);
+        s.for_each_row([&](float& x, int q) {
+            highest[q] = fmax_of(highest[q], x);
+            x = exp2_of(Plan::kFused ? fma_of(x, scale(), -offset[q])
+                                     : (x - softmax.reference[q]) * scale());
+            softmax.sum[q] += x;
         });
     }
+    template <int kFrom = 0, int kTo = Plan::kBlockN / 16>
     __device__ __forceinline__ void round_weights(const Scores& s) {
 #pragma unroll
-        for (int step = 0; step < Plan::kBlockN / 16; ++step)
+        for (int step = kFrom; step < kTo; ++step)
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 weights[step][r] = pack<T>(s.x[0][2 * step + r / 2][r % 2 * 2],
                                            s.x[0][2 * step + r / 2][r % 2 * 2 + 1]);
     }
-
     // A block of keys of which this warpgroup's rows see none.
-    __device__ __forceinline__ void skip(int n) {
+    __device__ __forceinline__ void skip() {
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
         release_k();
-        mbarrier_wait(smem.v_full(v_cursor.stage), v_cursor.phase);
-        if (is_masked(block_range().get(), n)) replace_nonfinite();
+        wait_v();
         release_v();
     }
 
-    // The keys that the block's rows see, and those that this warpgroup's do: a pair for each warp in
-    // shared memory, registers are full.
-    __device__ __forceinline__ SharedValue<BlockRange> block_range() const {
-        return {smem.ranges() + thread / kWarpSize * 32};
+    template <bool kMasked>
+    __device__ __forceinline__ void first_step(int n) {
+        Scores s;
+        start_scores(s);
+        wgmma_wait_group<0>();
+        release_k();
+        apply_score_and_mask<kMasked>(s, n);
+        update_softmax(s);
+        round_weights(s);
     }
-    __device__ __forceinline__ SharedValue<BlockRange> own_range() const {
-        return {smem.ranges() + thread / kWarpSize * 32 + 16};
-    }
-    static __device__ __forceinline__ bool is_masked(const BlockRange& range, int n) {
-        return (Plan::kBand || Plan::kTail) && (n >= range.full_end || n < range.full_begin);
-    }
-    __device__ __forceinline__ void set_ranges(const BlockRange& range, int first_row) const {
-        if constexpr (Plan::kBand || Plan::kTail) {
-            BlockRange own = range;
-            if constexpr (Plan::kBand && Plan::kSkip) {
-                const int first = first_row + thread / kWarpgroupSize * 64;
-                own = keys_of(p, first, 64);
-                if (first >= p.seqlen_q || own.begin >= own.end) own.begin = own.end = range.begin;
-            }
-            if (lane_id() == 0) block_range().set(range), own_range().set(own);
-            __syncwarp();
-        }
-    }
-
-    __device__ __forceinline__ void compute(Output& o, int first_row, int n, int begin) {
-        {
-            Scores s;
-            start_scores(s);
-            wgmma_wait_group<0>();
-            release_k();
-            apply_score_and_mask(s, first_row, n);
-            update_softmax(s);
-            round_weights(s);
-        }
-        for (; n > begin; --n) {
-            Scores s;
-            start_scores(s);
-            rescale_output(o);
-            start_output(o, n);
-            wgmma_wait_group<1>();
-            release_k();
-            apply_score_and_mask(s, first_row, n - 1);
-            update_softmax(s);
-            wgmma_wait_group<0>();
-            release_v();
-            round_weights(s);
-        }
+    // The scores of block n while the weights of the block behind it meet their values.
+    template <bool kMasked>
+    __device__ __forceinline__ void step(Output& o, int n) {
+        Scores s;
+        start_scores(s);
         rescale_output(o);
-        start_output(o, n);
+        start_output(o);
+        wgmma_wait_group<1>();
+        release_k();
+        apply_score_and_mask<kMasked>(s, n);
+        update_softmax(s);
+        wgmma_wait_group<0>();
+        release_v();
+        round_weights(s);
+    }
+    // The same where every row sees every key.
+    __device__ __forceinline__ void full_step(Output& o, int n) {
+        if constexpr (!Plan::kLag) return step<false>(o, n);
+        Scores s;
+        start_scores(s);
+        rescale_output(o);
+        start_output(o);
+        adjust_softmax();
+        wgmma_wait_group<1>();
+        release_k();
+        apply_score_and_mask<false>(s, n);
+        weigh(s);
+        wgmma_wait_group<0>();
+        release_v();
+        round_weights(s);
+    }
+    __device__ __forceinline__ void last_step(Output& o) {
+        if constexpr (!Plan::kOutInQ) release_q();
+        rescale_output(o);
+        start_output(o);
         wgmma_wait_group<0>();
         release_v();
     }
-    __device__ __forceinline__ void compute_all(Output& o, int first_row, const BlockRange& range) {
-        set_ranges(range, first_row);
-        if constexpr (Plan::kBand && Plan::kSkip) {
-            for (int n = block_range().get().end - 1; n >= own_range().get().end; --n) skip(n);
-            const BlockRange own = own_range().get();
-            if (own.begin < own.end) compute(o, first_row, own.end - 1, own.begin);
-            for (int n = own_range().get().begin - 1; n >= block_range().get().begin; --n) skip(n);
+    __device__ __forceinline__ void compute(Output& o, const BlockRange& range) {
+        const bool exact = Plan::kLag && piece().exact();
+        const int full_end = exact ? range.begin : max_of(range.full_end, range.begin);
+        const int full_begin = max_of(range.full_begin, range.begin);
+        int n = range.end - 1;
+        first_step<Plan::kBand || Plan::kTail>(n);
+        // Masked blocks, then full ones, then masked ones where the band has a lower end.
+#pragma unroll 1
+        for (int until = full_end;; until = range.begin) {
+            if constexpr (Plan::kBand || Plan::kLag) {
+#pragma unroll 1
+                while (n > until) step<Plan::kBand>(o, --n);
+                if (n == range.begin) break;
+            }
+#pragma unroll 1
+            while (n > full_begin) full_step(o, --n);
+            if (!Plan::kBand) break;
+        }
+        last_step(o);
+    }
+    // The blocks of keys that this warpgroup's rows see.
+    __device__ __forceinline__ BlockRange own_range(const BlockRange& range) const {
+        const Piece piece = this->piece();
+        const int row = Plan::kSkip ? warp / 4 * 64 : 0;
+        BlockRange own = Plan::kSkip ? piece.keys(p, row, 64) : range;
+        if (piece.first_row + row >= p.seqlen_q || own.begin >= own.end)
+            return {range.begin, range.begin, range.begin, range.begin};
+        // Full blocks count on references: before them each row must have seen a key.
+        if constexpr (Plan::kLag)
+            own.full_end = min_of(own.full_end,
+                                  min_of(piece.first_row + row + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
+        return own;
+    }
+    __device__ __forceinline__ void compute_all(Output& o) {
+        const BlockRange range = piece().keys(p);
+        if (range.begin >= range.end) {
+            if constexpr (!Plan::kOutInQ) release_q();
+            return;
+        }
+        if constexpr (Plan::kBand) {
+            const BlockRange own = own_range(range);
+            for (int n = range.end - 1; n >= own.end; --n) skip();
+            if (own.begin < own.end)
+                compute(o, own);
+            else if constexpr (!Plan::kOutInQ)
+                release_q();
+            for (int n = own.begin - 1; n >= range.begin; --n) skip();
         } else {
-            compute(o, first_row, range.end - 1, range.begin);
+            compute(o, range);
         }
     }
 
-    // What replace_nonfinite took away, to the rows that see it.
-    __device__ __forceinline__ void restore(const OTile& tile, const Work<1>& w,
-                                            int first_row) const {
+    // What the cleaners took away, to the rows that see it.
+    __device__ __forceinline__ void restore(const OTile& tile) const {
+        const Piece piece = this->piece();
         const T* start =
-            head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group);
+            head_start<const T>(p.v, p.v_strides, p.batch_sizes, piece.batch, piece.head / p.group);
         const Rows<const T> rows(start, p.v_strides, p.seqlen_k, p.head_dim_v);
-        const BlockRange range = block_range().get();
-        restore_nonfinite(tile, first_row + warp_row(), rows, range.begin * Plan::kBlockN,
+        const BlockRange range = piece.keys(p);
+        restore_nonfinite(tile, piece.first_row + 16 * warp, rows, range.begin * Plan::kBlockN,
                           range.end * Plan::kBlockN,
                           Mask<true>{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k});
         __syncwarp();
     }
-    __device__ __forceinline__ void store(Output& o, const Work<1>& w, int first_row) {
+    // Cleaners may be pieces ahead: then there is nothing to restore, and no harm done.
+    __device__ __forceinline__ bool is_dirty() const {
+        const uint4 last = smem.dirty().get();
+        return max_of(max_of(last.x, last.y), last.z) >= piece().number();
+    }
+    __device__ __forceinline__ void store(Output& o) {
+        const Piece piece = this->piece();
+        const int first_row = piece.first_row + 16 * warp;
         softmax.finish();
         if (p.lse != nullptr && lane_id() % 4 == 0) {
-            float* lse = head_start<float>(p.lse, p.lse_strides, p.batch_sizes, w.batch, w.head);
+            float* lse =
+                head_start<float>(p.lse, p.lse_strides, p.batch_sizes, piece.batch, piece.head);
             for (int q = 0; q < 2; ++q) {
-                const int row = first_row + warp_row() + 8 * q + lane_id() / 4;
-                if (row < p.seqlen_q)
-                    lse[row * p.lse_strides.row] = softmax.lse(q, float(p.scale_log2));
+                const int row = first_row + 8 * q + lane_id() / 4;
+                if (row < p.seqlen_q) lse[row * p.lse_strides.row] = softmax.lse(q, scale());
             }
         }
         const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
-        o.for_each_row([&](float& x, int q) { x *= inverse[q]; });
-        const OTile tile{smem.out() + thread / kWarpSize * OTile::kBytes};
+        float check[2] = {0, 0};  // NaN where an output is not finite
+        o.for_each_row([&](float& x, int q) {
+            x *= inverse[q];
+            check[q] = fma_of(x, 0.f, check[q]);
+        });
+        if constexpr (Plan::kLag) {
+            bool failed = false;
+            for (int q = 0; q < 2; ++q)
+                failed |= check[q] != 0 && first_row + 8 * q + lane_id() / 4 < p.seqlen_q;
+            if (failed && !piece.exact()) store_shared(smem.failed(pieces.cursor.stage), 1);
+        }
+        const OTile tile{smem.out() + warp * OTile::kBytes};
         store_fragment(tile.part(0, 0), o);
         __syncwarp();
         if constexpr (Plan::kBand)
-            if (dirty) restore(tile, w, first_row);
-        T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);
+            if (is_dirty()) restore(tile);
+        T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, piece.batch, piece.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
-        store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows, first_row + warp_row(), lane_id());
+        store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows, first_row, lane_id());
         __syncwarp();
     }
 
     __device__ __forceinline__ void run() {
-        u32 q_phase = 0, work_phase = 0;
-        for (u32 index = blockIdx.x; index < p.num_work;) {
-            const Work<1> w = work_of(p, index);
-            const int first_row = w.block * Plan::kBlockM;
-            const BlockRange range = keys_of(p, first_row, Plan::kBlockM);
-            const bool any = range.begin < range.end;
+        for (; pieces.wait(); pieces.release()) {
             Output o;
             o.fill(0);
             softmax.init();
-            dirty = false;
-            mbarrier_wait(smem.q_full(), q_phase);
-            q_phase ^= 1;
-            if (any) compute_all(o, first_row, range);
+            mbarrier_wait(smem.q_full(q_cursor.stage), q_cursor.phase);
+            compute_all(o);
             if constexpr (Plan::kOutInQ) {
-                consumers_any(false);  // nobody reads q any more
-                store(o, w, first_row);
+                named_barrier_sync(1, kConsumerThreads);  // nobody reads q any more
+                store(o);
                 fence_proxy_async();
-                release(smem.q_empty());
+                release_q();
             } else {
-                release(smem.q_empty());
-                store(o, w, first_row);
-            }
-            if constexpr (Plan::kDynamic) {
-                mbarrier_wait(smem.work_full(), work_phase);
-                work_phase ^= 1;
-                asm volatile("ld.shared.u32 %0, [%1];"
-                             : "=r"(index)
-                             : "r"(smem.next_work())
-                             : "memory");
-                release(smem.work_empty());
-            } else {
-                index += gridDim.x;
+                store(o);
             }
         }
     }
@@ -488,12 +651,14 @@ extern "C" __global__ void __launch_bounds__(kConsumerThreads + kWarpgroupSize, 
         prefetch_tensormap(p.v_map);
     }
     __syncthreads();
-    if (threadIdx.x < kWarpgroupSize) {
+    const int warp = uniform(int(threadIdx.x) / kWarpSize);
+    if (warp < kWarpgroupSize / kWarpSize) {
         setmaxnreg_dec<Plan::kProducerRegisters>();
-        if (threadIdx.x == 0) Producer{p, smem, {}, {}}.run();
+        if (threadIdx.x == 0) Producer{p, smem}.run();
+        if (kCleaners > 0 && warp > 0) Cleaner{p, smem, warp - 1}.run();
     } else {
         setmaxnreg_inc<Plan::kConsumerRegisters>();
-        Consumer consumer{p, smem, int(threadIdx.x) - kWarpgroupSize};
+        Consumer consumer{p, smem, warp - kWarpgroupSize / kWarpSize, {smem}};
         consumer.run();
     }
 }

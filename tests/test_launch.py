@@ -189,7 +189,9 @@ def test_zero_scale_stays_finite(gpu_side):
     assert steps.scale_log2(problem_of(scale=0.0)) == 1.0
     for dtype in DTYPES:
         problem = problem_of(dtype, scale=-5e-324)
-        assert steps.scale_log2(problem) >= np.finfo(problem.lse_dtype).tiny
+        limits = np.finfo(problem.lse_dtype)
+        assert steps.scale_log2(problem) >= limits.tiny
+        assert steps.scale_log2(replace(problem, scale=-float(limits.max))) == limits.max
 
 
 def test_too_many_blocks_raise(gpu_side):

@@ -19,7 +19,10 @@ class Tile:
     block_m: int
     block_n: int
     stages: int
+    q_stages: int = 1
     fused: bool = True  # the exponent by one multiply-add (attn/softmax.cuh)
+    lag: bool = True
+    halves: bool = True
     skip: bool = True  # with a band, each warpgroup leaves out blocks that its own rows do not see
 
 
@@ -32,7 +35,7 @@ FORWARD_TILES = {
 
 # Registers a thread of the producer and of the consumers, by the number of consumer warpgroups: all
 # of an SM's 65,536 divided.
-REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
 
@@ -61,23 +64,18 @@ def forward_tile(problem) -> Tile:
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
     panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
-    q = tile.block_m * panel
+    q = tile.q_stages * tile.block_m * panel
     ring = tile.stages * tile.block_n * (panel + panel_v)
     out = tile_bytes(tile.block_m, round_up(problem.head_dim_v, 16), 2)
-    barriers = 8 * (4 + 4 * tile.stages) + 16 + 32 * tile.block_m // 16 + 1024
+    barriers = round_up(8 * (8 + 5 * tile.stages), 16) + 64 + 1024
     apart = q + ring + out + barriers
     if apart <= 227 * 1024:
         return apart, False
     return max(q, round_up(out, 1024)) + ring + barriers, True
 
 
-def forward_plan(
-    problem, device, access, *, dynamic: bool | None = None, tile: Tile | None = None
-) -> Plan:
-    """The plan of fwd_sm90.cu. ``dynamic``: whether blocks draw their work from a counter; as a
-    rule where pieces differ, which is with a band.
-    """
-    dynamic = problem.band is not None if dynamic is None else dynamic
+def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
+    """The plan of fwd_sm90.cu."""
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
     tile = forward_tile(problem) if tile is None else tile
     smem, out_in_q = forward_smem(problem, tile)
@@ -95,8 +93,10 @@ def forward_plan(
         ("kBlockN", tile.block_n),
         ("kStages", tile.stages),
         ("kOutInQ", out_in_q),
-        ("kDynamic", dynamic),
+        ("kQStages", tile.q_stages),
         ("kFused", tile.fused),
+        ("kLag", tile.lag),
+        ("kHalves", tile.halves),
         ("kSkip", tile.skip and problem.band is not None),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),

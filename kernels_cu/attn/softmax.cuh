@@ -16,6 +16,7 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
     // reference.
     static constexpr int kSlack = 8;
     static constexpr int kLargeOffset = 1 << 22;  // rounded to a quarter
+    static constexpr int kMostGrowth = 60;        // powers of two: sums and outputs stay finite
 
     // Starts at the lowest finite value, not at -inf: a hidden score is then -inf above nothing and
     // weighs 0 without a special case, and every finite score still counts.
@@ -27,22 +28,24 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
         for (int q = 0; q < kRows; ++q) reference[q] = lowest<Accum>(), sum[q] = 0;
     }
 
-    // Moves the references so that they suit the scores and calls rescale(factor) when an earlier
-    // sum or output of the warp must change; then replaces the scores by p. A row's arithmetic
-    // never depends on other rows.
-    template <class Scores, class Rescale>
-    __device__ __forceinline__ void update(Scores& s, Accum scale, Rescale rescale) {
-        Accum highest[kRows];
-#pragma unroll
-        for (int q = 0; q < kRows; ++q) highest[q] = -infinity<Accum>();
-        s.for_each_row([&](Accum& x, int q) { highest[q] = fmax_of(highest[q], x); });
-        bool changed = false;
+    // The highest score of each row, in every lane of its quad.
+    static __device__ __forceinline__ void reduce(Accum (&highest)[kRows]) {
 #pragma unroll
         for (int q = 0; q < kRows; ++q) {
             highest[q] = fmax_of(highest[q], __shfl_xor_sync(kFullWarp, highest[q], 1));
             highest[q] = fmax_of(highest[q], __shfl_xor_sync(kFullWarp, highest[q], 2));
-            changed |= (highest[q] - reference[q]) * scale > kSlack;
         }
+    }
+    // Moves the references so that they suit scores up to `highest` and calls rescale(factor) when
+    // an earlier sum or output of the warp must change. A row's arithmetic never depends on other
+    // rows. kLate: scores up to `highest` are weighed already, with the old reference; where that
+    // went out of range, the row becomes NaN.
+    template <bool kLate = false, class Rescale>
+    __device__ __forceinline__ void adjust(const Accum (&highest)[kRows], Accum scale,
+                                           Rescale rescale) {
+        bool changed = false;
+#pragma unroll
+        for (int q = 0; q < kRows; ++q) changed |= (highest[q] - reference[q]) * scale > kSlack;
         if (__any_sync(kFullWarp, changed)) {
             Accum factor[kRows];
 #pragma unroll
@@ -50,26 +53,41 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
                 factor[q] = 1;
                 if ((highest[q] - reference[q]) * scale > kSlack) {
                     factor[q] = exp2_of((reference[q] - highest[q]) * scale);
+                    if (kLate && !((highest[q] - reference[q]) * scale <= kMostGrowth))
+                        factor[q] = infinity<Accum>() * 0;
                     reference[q] = highest[q];
                     sum[q] *= factor[q];
                 }
             }
             rescale(factor);
         }
-        Accum offset[kRows] = {};
-        if constexpr (kFused) {
-            bool large = false;
+    }
+    // What weigh() subtracts. Where offsets would be large, the scores are changed.
+    template <class Scores>
+    __device__ __forceinline__ void offsets(Scores& s, Accum scale, Accum (&offset)[kRows]) const {
+        bool large = false;
 #pragma unroll
-            for (int q = 0; q < kRows; ++q) {
-                offset[q] = reference[q] * scale;
-                large |= !(fabs(offset[q]) < kLargeOffset);
-            }
-            if (__any_sync(kFullWarp, large)) {
-                s.for_each_row([&](Accum& x, int q) { x -= reference[q]; });
-#pragma unroll
-                for (int q = 0; q < kRows; ++q) offset[q] = 0;
-            }
+        for (int q = 0; q < kRows; ++q) {
+            offset[q] = reference[q] * scale;
+            large |= !(fabs(offset[q]) < kLargeOffset);
         }
+        if (__any_sync(kFullWarp, large)) {
+            s.for_each_row([&](Accum& x, int q) { x -= reference[q]; });
+#pragma unroll
+            for (int q = 0; q < kRows; ++q) offset[q] = 0;
+        }
+    }
+    // Moves the references, then replaces the scores by p.
+    template <class Scores, class Rescale>
+    __device__ __forceinline__ void update(Scores& s, Accum scale, Rescale rescale) {
+        Accum highest[kRows];
+#pragma unroll
+        for (int q = 0; q < kRows; ++q) highest[q] = -infinity<Accum>();
+        s.for_each_row([&](Accum& x, int q) { highest[q] = fmax_of(highest[q], x); });
+        reduce(highest);
+        adjust(highest, scale, rescale);
+        Accum offset[kRows] = {};
+        if constexpr (kFused) offsets(s, scale, offset);
         s.for_each_row([&](Accum& x, int q) {
             x = exp2_of(kFused ? fma_of(x, scale, -offset[q]) : (x - reference[q]) * scale);
             sum[q] += x;

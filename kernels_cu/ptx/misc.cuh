@@ -12,6 +12,21 @@ __device__ __forceinline__ int opaque(int x) {
     return x;
 }
 
+// x of the warp's first lane: the same in all lanes anyway, which the compiler then knows, and keeps
+// what follows from it in uniform registers.
+template <class X> __device__ __forceinline__ X uniform(X x) {
+    return __shfl_sync(kFullWarp, x, 0);
+}
+
+__device__ __forceinline__ u32 load_shared(u32 address) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 // 2^x. The float form flushes subnormal results to zero and is within 2^-22 of exact (PTX ISA
 // 9.7.3.21, ex2.approx).
 __device__ __forceinline__ float exp2_of(float x) {

@@ -40,3 +40,7 @@ template <int kRegisters> __device__ __forceinline__ void setmaxnreg_inc() {
 template <int kRegisters> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+// `threads` threads meet at one of the hardware's 16 barriers; 0 is __syncthreads'.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
