@@ -33,7 +33,7 @@ def test_compile_from_the_command_line(nvrtc, cache, capsys):
 
 
 def test_hopper_kernels_from_the_command_line(nvrtc, cache, monkeypatch, capsys):
-    """Rows that do not start on 16 bytes are packed where that pays, so both families' are built."""
+    """Rows that do not start on 16 bytes are packed where that pays: both families are built."""
     monkeypatch.setattr(tensormap, "missing", lambda: None)
     for dim, families in (("64", {"sm90"}), ("20", {"sm90", "portable"})):
         command = ["compile", "--arch", "sm_90a", "--dtype", "float16", "--head-dim", dim]
