@@ -315,56 +315,54 @@ def check_output(name: str, x, inputs) -> None:
     """
     if x.size == 0:
         return
-    if not x.flags.c_contiguous:
-        _check_separate(name, x)
-    for other_name, other in inputs:
-        if _may_share(x, other) and _share(x, other):
+    low, high, separate = _reach(x.shape, x.strides, x.itemsize)
+    if not separate:
+        raise ValueError(
+            f"{name}: elements share memory (shape {x.shape}, strides {x.strides}), but each "
+            "result needs its own place"
+        )
+    if isinstance(x, np.ndarray):
+        meeting = [item for item in inputs if np.may_share_memory(x, item[1])]
+    else:
+        start, memory = x.data.ptr, x.data.mem
+        if type(memory) is sys.modules["cupy"].cuda.memory.PooledMemory:
+            # No two pieces that CuPy's pool has handed out overlap: nothing more need be asked.
+            inputs = [
+                item for item in inputs
+                if item[1].data.mem is memory or type(item[1].data.mem) is not type(memory)
+            ]  # fmt: skip
+        meeting = [item for item in inputs if _meets(item[1], start + low, start + high)]
+    for other_name, other in meeting:
+        if _share(x, other):
             raise ValueError(
                 f"{name} shares memory with {other_name}, which is read while {name} is written: "
                 "they must not overlap"
             )
 
 
-def _check_separate(name: str, x) -> None:
-    """ValueError when two elements may share a byte.
+@lru_cache(maxsize=4096)
+def _reach(shape, strides, itemsize: int) -> tuple[int, int, bool]:
+    """The first byte of an array and one past its last, from where it begins (strides may be
+    negative), and whether every element has bytes of its own.
 
-    Sorted by stride, each axis must step over all that the smaller ones span. Views made by
-    slicing, transposing and taking diagonals do; only as_strided can build a separate layout that
-    does not, and it is refused.
+    That is so when, sorted by stride, each axis steps over all that the smaller ones span. Views
+    made by slicing, transposing and taking diagonals do; only as_strided can build a separate
+    layout that does not, and it counts as shared.
     """
-    span = x.itemsize
-    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape)):
-        if size > 1:
-            if stride < span:
-                raise ValueError(
-                    f"{name}: elements share memory (shape {x.shape}, strides {x.strides}), but "
-                    "each result needs its own place"
-                )
-            span += stride * (size - 1)
+    axes = [(stride, size) for stride, size in zip(strides, shape) if size > 1]
+    separate, span = True, itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in axes):
+        separate &= stride >= span
+        span += stride * (size - 1)
+    low = sum(stride * (size - 1) for stride, size in axes if stride < 0)
+    return low, low + span, separate
 
 
-def _may_share(x, y) -> bool:
-    """Whether the address ranges of two arrays overlap."""
-    if isinstance(x, np.ndarray):
-        return np.may_share_memory(x, y)
-    if y.size == 0:
-        return False
-    low, high = _bounds(x)
-    other_low, other_high = _bounds(y)
-    return low < other_high and other_low < high
-
-
-def _bounds(x) -> tuple[int, int]:
-    """First byte and one past the last byte of a non-empty CuPy array; strides may be negative."""
-    low = high = x.data.ptr
-    if x.flags.c_contiguous:
-        return low, low + x.nbytes
-    for stride, size in zip(x.strides, x.shape):
-        if stride < 0:
-            low += stride * (size - 1)
-        else:
-            high += stride * (size - 1)
-    return low, high + x.itemsize
+def _meets(y, low: int, high: int) -> bool:
+    """Whether a CuPy array's range of addresses meets another one."""
+    start = y.data.ptr
+    first, end, _ = _reach(y.shape, y.strides, y.itemsize)
+    return low < start + end and start + first < high
 
 
 class _Addresses:

@@ -80,7 +80,11 @@ def shaping_options(function: str, options: dict) -> tuple:
 
 
 def resolve(q, k, v, shaping: tuple) -> Call:
-    dtypes = (dtype_name(q.dtype), dtype_name(k.dtype), dtype_name(v.dtype))
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    if dtypes[0] is dtypes[1] is dtypes[2]:
+        dtypes = (dtype_name(dtypes[0]),) * 3
+    else:
+        dtypes = tuple(map(dtype_name, dtypes))
     return call_of(dtypes, q.shape, k.shape, v.shape, *shaping)
 
 

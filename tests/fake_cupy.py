@@ -23,7 +23,7 @@ def build(devices=2, capability="90"):
             self.base = np.full(shape, np.nan, dtype) if base is None else base
             pointer = self.base.__array_interface__["data"][0]
             device = cupy.current if device is None else device
-            self.data = types.SimpleNamespace(device_id=device, ptr=pointer)
+            self.data = types.SimpleNamespace(device_id=device, ptr=pointer, mem=None)
 
         def view_of(self, base):
             return ndarray(None, base=base, device=self.data.device_id)
@@ -84,6 +84,7 @@ def build(devices=2, capability="90"):
     cupy.from_dlpack = lambda x: ndarray(None, base=x.import_as_device_memory(stream=1))
     cupy.cuda = types.ModuleType("cupy.cuda")
     cupy.cuda.Device, cupy.cuda.Event = Device, Event
+    cupy.cuda.memory = types.SimpleNamespace(PooledMemory=type("PooledMemory", (), {}))
     cupy.cuda.get_current_stream = lambda: stream
     cupy.cuda.nvrtc = types.ModuleType("cupy.cuda.nvrtc")
     cupy.cuda.nvrtc.getVersion = lambda: (13, 0)

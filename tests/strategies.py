@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import math
 from dataclasses import dataclass, fields
 
 import numpy as np
-from conftest import UINT, np_dtype
+from conftest import CUPY, UINT, np_dtype
 from hypothesis import strategies as st
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -66,7 +65,7 @@ class Case:
     values: str = "normal"  # or peaked, equal, near -120, integers
     strides: tuple = ("packed",) * 5  # of q, k, v, dout, out: keys of STRIDES
     seed: int = 0
-    tile: str | None = None  # a kernel tile to force on a GPU, as cuflash.families names them
+    tile: tuple | None = None  # queries, keys, stages of a Hopper tile in place of the table's
 
     def __repr__(self):
         shown = (
@@ -247,21 +246,33 @@ def place(home, case, arrays=None):
     }
 
 
-def _families():
-    with contextlib.suppress(ImportError):
-        return importlib.import_module("cuflash.families")
-    return None
+# Tiles of the Hopper family that fit its shared memory at every head dimension, with one, two and
+# three warpgroups of consumers.
+HOPPER_TILES = ((64, 64, 2), (128, 64, 2), (192, 48, 2))
 
 
 @contextlib.contextmanager
 def forced_tile(case, home):
-    """The case's tile override, where the kernel families offer one."""
-    families = _families() if case.tile is not None and home.is_gpu else None
-    if families is None or not hasattr(families, "tile_candidates"):
+    """Forward runs with the case's tile where that family can run it."""
+    if case.tile is None or not home.is_gpu:
         yield
-    else:
-        with families.override(case.tile):
-            yield
+        return
+    from cuflash import launch
+    from cuflash.families import sm90
+
+    real = launch.forward
+
+    def forward(problem, q, k, v, out, lse, tile=None):
+        try:
+            real(problem, q, k, v, out, lse, sm90.Tile(*case.tile))
+        except NotImplementedError:
+            real(problem, q, k, v, out, lse)
+
+    launch.forward = forward
+    try:
+        yield
+    finally:
+        launch.forward = real
 
 
 @st.composite
@@ -342,6 +353,6 @@ def cases(
 
 
 def _tiles():
-    candidates = getattr(_families(), "tile_candidates", ())
-    candidates = candidates() if callable(candidates) else candidates
-    return st.sampled_from((None, *candidates))
+    """None and, where they can run, the tiles of the Hopper family."""
+    hopper = CUPY is not None and CUPY.xp.cuda.Device().compute_capability == "90"
+    return st.sampled_from((None, None, *HOPPER_TILES)) if hopper else st.none()

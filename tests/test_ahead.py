@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cuflash import ahead, jit
+from cuflash import ahead, jit, tensormap
 from cuflash.__main__ import main
 from cuflash.families import portable
 
@@ -32,6 +32,16 @@ def test_compile_from_the_command_line(nvrtc, cache, capsys):
     assert sorted(cache.iterdir()) == files
 
 
+def test_hopper_kernels_from_the_command_line(nvrtc, cache, monkeypatch, capsys):
+    """Rows that do not start on 16 bytes are packed where that pays: both families are built."""
+    monkeypatch.setattr(tensormap, "missing", lambda: None)
+    for dim, families in (("64", {"sm90"}), ("20", {"sm90", "portable"})):
+        command = ["compile", "--arch", "sm_90a", "--dtype", "float16", "--head-dim", dim]
+        assert main([*command, "--no-backward"]) == 0
+        out = capsys.readouterr().out
+        assert set(re.findall(r"fwd_(\w+) sm_90a f16 head_dim", out)) == families
+
+
 @pytest.mark.parametrize("name", ["sm_90", "sm_90a", "sm_100a", "sm_80a"])
 def test_ahead_builds_what_the_device_will_ask_for(nvrtc, monkeypatch, name):
     """Not by the name as given: a call on the device would never look for another one's files."""
@@ -42,7 +52,8 @@ def test_ahead_builds_what_the_device_will_ask_for(nvrtc, monkeypatch, name):
     assert {arch for _, arch in built} == {jit.architecture(*divmod(capability, 10))}
     assert len(set(built)) == len(built)
     kernels = {plan.kernel for plan, _ in built}
-    assert kernels == {"fwd_portable", "bwd_portable", "delta", "cast"}
+    hopper = {"fwd_sm90"} if capability == 90 and tensormap.missing() is None else set()
+    assert kernels == {"fwd_portable", "bwd_portable", "delta", "cast"} | hopper
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,13 @@ def test_out_on_cupy(cupy):
         cuflash.attention(q, q, q, out=q)
     with pytest.raises(ValueError, match="out: elements share memory"):
         cuflash.attention(q, q, q, out=cupy.broadcast_to(out[:1, :, :, :8], (2, 4, 5, 8)))
+    pool = cupy.cuda.memory.PooledMemory
+    out.data.mem, q.data.mem = pool(), pool()  # two pieces of the pool, others' memory beside them
+    assert cuflash.attention(q, k, v, out=out) is out
+    out.data.mem = q.data.mem
+    assert cuflash.attention(q, k, v, out=out) is out
+    with pytest.raises(ValueError, match="out shares memory with q"):
+        cuflash.attention(q, q, q, out=q)
     packed = cupy.ndarray(None, base=np.zeros((5, 4, 4), np.float32))
     result = packed[:, 3]
     assert cuflash.attention(packed[:, 0], packed[:, 1], packed[:, 2], out=result) is result

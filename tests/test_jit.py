@@ -222,6 +222,40 @@ def test_threads_share_one_kernel(loading):
         assert len({kernel for number, kernel in found if number == device}) == 1
 
 
+def test_a_launch_asks_the_driver(monkeypatch):
+    """On the stream that is current at the call; a thread's first launch on a device makes the
+    context.
+    """
+    calls, contexts = [], []
+    driver = types.SimpleNamespace(launchKernel=lambda *arguments: calls.append(arguments))
+    stream = types.SimpleNamespace(ptr=11)
+    cuda = types.SimpleNamespace(
+        get_current_stream=lambda: stream,
+        runtime=types.SimpleNamespace(memGetInfo=lambda: contexts.append(1)),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    for name in ("cupy_backends", "cupy_backends.cuda"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    api = types.SimpleNamespace(driver=driver)
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
+    monkeypatch.setattr(jit, "_thread", jit._Thread())
+    plan = Plan("combine", "combine", 96, 4096, SMALL.constants)
+    kernel = jit.Kernel(plan, types.SimpleNamespace(ptr=77))
+    kernel(0, 1000, 0xABC0)
+    stream.ptr = 12
+    kernel(0, 5, 0xDEF0)
+    assert calls == [
+        (77, 1000, 1, 1, 96, 1, 1, 4096, 11, 0xABC0, 0),
+        (77, 5, 1, 1, 96, 1, 1, 4096, 12, 0xDEF0, 0),
+    ]
+    assert len(contexts) == 1
+    kernel(1, 5, 0xDEF0)
+    thread = threading.Thread(target=kernel, args=(0, 5, 0xDEF0))
+    thread.start()
+    thread.join()
+    assert len(contexts) == 3
+
+
 _RACER = """
 import sys, time
 from pathlib import Path

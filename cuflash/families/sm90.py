@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..plan import CPP_TYPES, Plan, round_up, tile_bytes
 
 NAME = "sm90"
+DIRECTIONS = ("forward",)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
 
 
-def reject(problem, device) -> str | None:
+def reject(problem, device, access) -> str | None:
     """Why this family cannot run the problem, or None."""
     if device.capability != 90:
         return f"it needs compute capability 9.0, the device has {device.capability / 10}"
@@ -47,7 +48,17 @@ def reject(problem, device) -> str | None:
         return f"it multiplies 16-bit types, not {problem.dtype}"
     if len(problem.batch) > MAX_BATCH_DIMS:
         return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
+    if problem.num_heads >= 2**31:
+        return f"{problem.num_heads} heads: the coordinates of a tensor map have 31 bits"
+    if access.unmapped is not None:
+        return f"tensor maps cannot describe the inputs: {access.unmapped}"
     return None
+
+
+def forward_tile(problem) -> Tile:
+    """The table's tile for a problem."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
 
 
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
@@ -67,9 +78,7 @@ def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
 def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
     """The plan of fwd_sm90.cu."""
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-    if tile is None:
-        widest = max(head_dim, head_dim_v)
-        tile = FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
+    tile = forward_tile(problem) if tile is None else tile
     smem, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
