@@ -79,8 +79,7 @@ struct KeyOwner : Consumer {
             wgmma_wait_group<1>();
             to_weights<kMasked>(s, m, ring.stage, any_refined);
             wgmma_wait_group<0>();
-            if constexpr (kMasked && Plan::kBand && Plan::kNeedDkv)
-                clean_queries(ring.stage, ring.stage);
+            if constexpr (kMasked && Plan::kBand) clean(ring.stage, ring.stage);
             round_to(weights, s);
             to_ds<kMasked>(dp, s, m, ring.stage);
             round_to(ds, dp);
@@ -91,8 +90,6 @@ struct KeyOwner : Consumer {
         if constexpr (Plan::kNeedDq) {
             fence_proxy_async();
             consumers_sync();
-            const bool dirty_k = kMasked && Plan::kBand && (dirty & kDirtyK);
-            if (dirty_k) clean_k();
             if (kDqParts == 2 || warpgroup == 0) {
                 QueryGrad dq;
                 start_dq(dq);
@@ -106,31 +103,23 @@ struct KeyOwner : Consumer {
                 release(smem.dout_empty(ring.stage));
                 start_dk(dk, ds);
             }
-            if (dirty_k) reload_k();
         } else {
             start_dk(dk, ds);
             wgmma_wait_group<1>();
             release(smem.dout_empty(ring.stage));
         }
         wgmma_wait_group<0>();
+        if constexpr (kMasked && Plan::kBand) reload_k();
         release(smem.q_empty(ring.stage));
         ring.next();
     }
 
     __device__ __forceinline__ void finish(KeyGrad& dk, ValueGrad& dv, const BlockRange& range) {
-        if constexpr (Plan::kBand) {
-            if (Plan::kNeedDq && (dirty & kDirtyK)) restore_queries(range);
-            if (Plan::kNeedDkv && (dirty & kDirtyDout))
-                restore_keys<true>(dv, p.dout, p.dout_strides, p.head_dim_v, range);
-            if (Plan::kNeedDkv && (dirty & kDirtyQ))
-                restore_keys<false>(dk, p.q, p.q_strides, p.head_dim, range);
-        }
+        if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries(range);
         if constexpr (Plan::kNeedDkv) {
-            const float scale = float(p.scale);
-            dk.for_each(0, 0, [&](float& x, int, int) { x *= scale; });
             consumers_sync();  // nobody reads k and v any more
-            store(dk, smem.k() + warpgroup * (kKBytes / 2), p.dk, p.dk_strides, p.head_dim);
-            store(dv, smem.v() + warpgroup * (kVBytes / 2), p.dv, p.dv_strides, p.head_dim_v);
+            store_dk(dk, smem.k() + warpgroup * (kKBytes / 2), range);
+            store_dv(dv, smem.v() + warpgroup * (kVBytes / 2), range);
         }
     }
 

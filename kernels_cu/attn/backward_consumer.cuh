@@ -123,43 +123,54 @@ struct Consumer {
     __device__ __forceinline__ void find_in_k() {
         if (finds_nonfinite(smem.k(), kKBytes)) dirty |= kDirtyK;
     }
-    // After all have S^T and dP^T of the block.
-    __device__ __forceinline__ void clean_queries(int stage, int dout_stage) {
-        const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
-        const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
-        if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
-        if (in_dout) replace_nonfinite(smem.dout(dout_stage), kDoutBytes), dirty |= kDirtyDout;
+    // By a vote, so that the assembler sees a branch which no warp takes in part: it serialises
+    // products around others (C7519).
+    __device__ __forceinline__ bool k_is_dirty() const {
+        return __any_sync(kFullWarp, (dirty & kDirtyK) != 0);
     }
-    // k without inf and NaN for dQ, while no product reads it...
-    __device__ __forceinline__ void clean_k() const {
-        consumers_sync();
-        replace_nonfinite(smem.k(), kKBytes);
+    // Between this warpgroup's S^T and dP^T of a masked block and the other products.
+    __device__ __forceinline__ void clean(int stage, int dout_stage) {
+        if constexpr (Plan::kNeedDkv) {
+            const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
+            const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
+            if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
+            if (in_dout)
+                replace_nonfinite(smem.dout(dout_stage), kDoutBytes), dirty |= kDirtyDout;
+        }
+        if (Plan::kNeedDq && k_is_dirty()) {
+            consumers_sync();  // all have S^T
+            replace_nonfinite(smem.k(), kKBytes);
+        }
     }
-    // ... and as it is again, for the next scores.
+    // After dQ: k as it is again, for the next scores.
     __device__ __forceinline__ void reload_k() {
-        consumers_sync();
-        if (all_thread() == 0) load_k(p, smem, work);
-        k_phase ^= 1;
+        if constexpr (!Plan::kNeedDq) return;
+        if (k_is_dirty()) {
+            consumers_sync();
+            if (all_thread() == 0) load_k(p, smem, work);
+            k_phase ^= 1;
+        }
+        // Whether or not it was loaded: a loop that only some threads may enter would also have the
+        // products serialised.
         mbarrier_wait(smem.k_full(), k_phase);
     }
 
-    template <class Array>
-    __device__ __forceinline__ Rows<const T> query_rows(const Array* array, const Strides& strides,
-                                                        i32 dim, u32 head) const {
-        return {head_start<const T>(array, strides, p.batch_sizes, work.batch, head), strides,
-                p.seqlen_q, dim};
-    }
-    // What the zeros have kept out of dk or dv, for the queries that see a key.
-    template <bool kWeight, class Grad>
-    __device__ __noinline__ void restore_keys(Grad& c, const void* array, const Strides& strides,
-                                              i32 dim, const BlockRange& range) const {
+    // What the zeros have kept out of 16 rows of dk or dv, for the queries that see a key.
+    template <bool kWeight, class Tile>
+    __device__ __forceinline__ void restore_keys(const Tile& tile, const void* array,
+                                                 const Strides& strides, i32 dim,
+                                                 const BlockRange& range) const {
         const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
-        for (u32 head = work.head * p.group; head < (work.head + 1) * p.group; ++head)
-            restore_nonfinite<kWeight>(c, first_key + warp_row(), 0,
-                                       query_rows(array, strides, dim, head),
+        for (u32 head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
+            const Rows<const T> rows(
+                head_start<const T>(array, strides, p.batch_sizes, work.batch, head), strides,
+                p.seqlen_q, dim);
+            restore_nonfinite<kWeight>(tile, first_key + warp_row(), rows,
                                        range.begin * Plan::kBlockM,
-                                       min_of(range.end * Plan::kBlockM, p.seqlen_q),
+                                       range.end * Plan::kBlockM,
                                        [&](int j, int i) { return visible.transposed(j, i); });
+        }
+        __syncwarp();
     }
     // The same for dq. NaN plus anything is NaN, so these additions need no turn.
     __device__ __forceinline__ void restore_queries(const BlockRange& range) const {
@@ -189,15 +200,32 @@ struct Consumer {
     // ---- results ----
 
     // 64 rows of dk or dv, staged in shared memory at `to` so that rows leave in 16-byte pieces.
-    template <class Grad>
+    // restore(tile): what must still be done to a warp's 16 rows.
+    template <class Grad, class Restore>
     __device__ __forceinline__ void store(const Grad& c, u32 to, void* array,
-                                          const Strides& strides, i32 dim) const {
+                                          const Strides& strides, i32 dim, Restore restore) const {
         using Tile = SmemTile<T, 16, 8 * Grad::kColTiles>;
         const Tile tile{to + thread / kWarpSize * Tile::kBytes};
         store_fragment(tile.part(0, 0), c);
         __syncwarp();
+        restore(tile);
         T* start = head_start<T>(array, strides, p.batch_sizes, work.batch, work.head);
         store_tile<Plan::kStoreBytes, kWarpSize>(tile, Rows<T>(start, strides, p.seqlen_k, dim),
                                                  first_key + warp_row(), lane_id());
+    }
+    __device__ __forceinline__ void store_dk(KeyGrad& dk, u32 to, const BlockRange& range) const {
+        const float scale = float(p.scale);
+        dk.for_each(0, 0, [&](float& x, int, int) { x *= scale; });
+        store(dk, to, p.dk, p.dk_strides, p.head_dim, [&](const auto& tile) {
+            if (Plan::kBand && (dirty & kDirtyQ))
+                restore_keys<false>(tile, p.q, p.q_strides, p.head_dim, range);
+        });
+    }
+    __device__ __forceinline__ void store_dv(const ValueGrad& dv, u32 to,
+                                             const BlockRange& range) const {
+        store(dv, to, p.dv, p.dv_strides, p.head_dim_v, [&](const auto& tile) {
+            if (Plan::kBand && (dirty & kDirtyDout))
+                restore_keys<true>(tile, p.dout, p.dout_strides, p.head_dim_v, range);
+        });
     }
 };
