@@ -79,7 +79,10 @@ struct KeyOwner : Consumer {
             wgmma_wait_group<1>();
             to_weights<kMasked>(s, m, ring.stage, any_refined);
             wgmma_wait_group<0>();
-            if constexpr (kMasked && Plan::kBand) clean(ring.stage, ring.stage);
+            if constexpr (kMasked && Plan::kBand) {
+                clean_queries(ring.stage, ring.stage);
+                clean_k();
+            }
             round_to(weights, s);
             to_ds<kMasked>(dp, s, m, ring.stage);
             round_to(ds, dp);
@@ -147,27 +150,9 @@ struct KeyOwner : Consumer {
 
 extern "C" __global__ void __launch_bounds__(kConsumerThreads + kWarpgroupSize, 1)
     bwd_sm90(const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) unsigned char dynamic_smem[];
-    const Shared smem{(smem_address(dynamic_smem) + 1023) / 1024 * 1024};
-    const Work<1> work = work_of(p, take_ticket<kOrdered>(p.ticket, smem.base));
-    if (threadIdx.x == 0) {
-        smem.init();
-        prefetch_tensormap(p.q_map);
-        prefetch_tensormap(p.k_map);
-        prefetch_tensormap(p.v_map);
-        prefetch_tensormap(p.dout_map);
-    }
-    __syncthreads();
-    const int warp = __shfl_sync(kFullWarp, int(threadIdx.x) / kWarpSize, 0);
-    if (warp < 4) {
-        setmaxnreg_dec<Plan::kProducerRegisters>();
-        if (threadIdx.x == 0) produce(p, smem, work);
-        if (Plan::kNeedDq && threadIdx.x == kWarpSize) reduce(p, smem, work);
-    } else {
-        setmaxnreg_inc<Plan::kConsumerRegisters>();
-        const int warpgroup = warp / 4 - 1;
+    run_block(p, [&](const Shared& smem, const Work<1>& work, int warpgroup) {
         KeyOwner{{p, smem, work, warpgroup, int(threadIdx.x) % kWarpgroupSize,
                   work.block * Plan::kBlockN + warpgroup * 64}}
             .run();
-    }
+    });
 }

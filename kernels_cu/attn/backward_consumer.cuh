@@ -39,10 +39,10 @@ struct Consumer {
         }
         return __any_sync(kFullWarp, any);
     }
-    template <class F> __device__ __forceinline__ void hide(Scores& s, int m, F f) const {
+    __device__ __forceinline__ void hide(Scores& s, int m) const {
         const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
         s.for_each(opaque(first_key + warp_row()), opaque(m * Plan::kBlockM),
-                   [&](float& x, int j, int i) { x = visible.transposed(j, i) ? x : f(); });
+                   [&](float& x, int j, int i) { x = visible.transposed(j, i) ? x : 0.f; });
     }
     // S^T to P^T.
     template <bool kMasked>
@@ -53,18 +53,21 @@ struct Consumer {
         const float scale = float(p.scale_log2);
         with_stats(s, smem.row_sum(stage),
                    [&](float& x, float sum) { x = weight<T>(x * scale, sum); });
-        if constexpr (kMasked) hide(s, m, [] { return 0.f; });
+        if constexpr (kMasked) hide(s, m);
+    }
+    __device__ __forceinline__ void subtract_delta(Scores& dp, int stage) const {
+        with_stats(dp, smem.delta(stage), [](float& x, float delta) { x -= delta; });
     }
     // dP^T to dS^T.
     template <bool kMasked>
     __device__ __forceinline__ void to_ds(Scores& ds, const Scores& weights, int m,
                                           int stage) const {
-        with_stats(ds, smem.delta(stage), [](float& x, float delta) { x -= delta; });
+        subtract_delta(ds, stage);
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n)
 #pragma unroll
             for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= weights.x[0][n][r];
-        if constexpr (kMasked) hide(ds, m, [] { return 0.f; });
+        if constexpr (kMasked) hide(ds, m);
     }
     // dS^T to dS, rows of queries with 64 keys in a panel, as dQ's left operand.
     __device__ __forceinline__ void store_ds(const Weights& ds, u32 panel) const {
@@ -128,19 +131,19 @@ struct Consumer {
     __device__ __forceinline__ bool k_is_dirty() const {
         return __any_sync(kFullWarp, (dirty & kDirtyK) != 0);
     }
-    // Between this warpgroup's S^T and dP^T of a masked block and the other products.
-    __device__ __forceinline__ void clean(int stage, int dout_stage) {
-        if constexpr (Plan::kNeedDkv) {
-            const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
-            const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
-            if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
-            if (in_dout)
-                replace_nonfinite(smem.dout(dout_stage), kDoutBytes), dirty |= kDirtyDout;
-        }
-        if (Plan::kNeedDq && k_is_dirty()) {
-            consumers_sync();  // all have S^T
-            replace_nonfinite(smem.k(), kKBytes);
-        }
+    // After all have S^T and dP^T of a masked block, before anyone's dV and dK...
+    __device__ __forceinline__ void clean_queries(int stage, int dout_stage) {
+        if constexpr (!Plan::kNeedDkv) return;
+        const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
+        const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
+        if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
+        if (in_dout) replace_nonfinite(smem.dout(dout_stage), kDoutBytes), dirty |= kDirtyDout;
+    }
+    // ... and before dQ.
+    __device__ __forceinline__ void clean_k() const {
+        if (!Plan::kNeedDq || !k_is_dirty()) return;
+        consumers_sync();  // nobody's scores read k now
+        replace_nonfinite(smem.k(), kKBytes);
     }
     // After dQ: k as it is again, for the next scores.
     __device__ __forceinline__ void reload_k() {
@@ -229,3 +232,27 @@ struct Consumer {
         });
     }
 };
+
+// The block's threads to their roles; consume(smem, work, warpgroup of the consumers).
+template <class Consume> __device__ __forceinline__ void run_block(const Params& p, Consume consume) {
+    extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+    const Shared smem{(smem_address(dynamic_smem) + 1023) / 1024 * 1024};
+    const Work<1> work = work_of(p, take_ticket<kOrdered>(p.ticket, smem.base));
+    if (threadIdx.x == 0) {
+        smem.init();
+        prefetch_tensormap(p.q_map);
+        prefetch_tensormap(p.k_map);
+        prefetch_tensormap(p.v_map);
+        prefetch_tensormap(p.dout_map);
+    }
+    __syncthreads();
+    const int warp = __shfl_sync(kFullWarp, int(threadIdx.x) / kWarpSize, 0);
+    if (warp < 4) {
+        setmaxnreg_dec<Plan::kProducerRegisters>();
+        if (threadIdx.x == 0) produce(p, smem, work);
+        if (Plan::kNeedDq && threadIdx.x == kWarpSize) reduce(p, smem, work);
+    } else {
+        setmaxnreg_inc<Plan::kConsumerRegisters>();
+        consume(smem, work, warp / 4 - 1);
+    }
+}
