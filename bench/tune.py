@@ -1,7 +1,7 @@
-"""`python -m bench.tune`: measures tiles of the portable kernels and prints them as table rows.
+"""`python -m bench.tune`: measures tiles of the kernels and prints them as table rows.
 
-The best come first; a person copies them into cuflash/families/portable.py, and nothing is tuned at
-run time. Candidates are the table's own rows and a grid of others that fit the device's shared
+The best come first; a person copies them into cuflash/families/, and nothing is tuned at run time.
+Of the families that can run the case the fastest is tuned, or the one that is named. Candidates are the table's own rows and a grid of others that fit the device's shared
 memory. All are built, each in its own process; those that spill registers or differ from the first
 row's result are named at the end. Without a GPU there are no times: what would be tried is printed
 with its registers.
@@ -18,14 +18,15 @@ import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from cuflash import jit
-from cuflash.ahead import contiguous_access
+from cuflash.ahead import contiguous_accesses
 from cuflash.cli_common import load_cupy
-from cuflash.families import Access, Device, device_of, portable
-from cuflash.families.portable import Tile
+from cuflash.families import Device, choose, device_of, portable, sm90
 from cuflash.plan import ITEM_BYTES, Plan
 from cuflash.problem import DTYPES, Band, Problem
 
@@ -39,8 +40,18 @@ _TOKENS, _WIDTH = 16384, 2048  # batch * seqlen and heads * head_dim, as in case
 # order and the results' own rounding, but no wrong block.
 _TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6, "float64": 1e-14}
 
+_FAMILIES = {family.NAME: family for family in (sm90, portable)}
+
+# Values of a tile's fields; a field that is not here keeps the value that the table's row has.
 _GRID = {
-    "fwd": {
+    ("sm90", "fwd"): {
+        "block_m": (64, 128, 192),
+        "block_n": (64, 80, 96, 112, 128, 144, 160, 176, 192),
+        "stages": (2, 3, 4),
+        "fused": (True, False),
+        "skip": (True, False),
+    },
+    ("portable", "fwd"): {
         "block_m": (32, 64, 128, 256),
         "block_n": (32, 64, 96, 128),
         "warps": (4, 8),
@@ -50,7 +61,7 @@ _GRID = {
         "share": (1,),
         "direct": (False,),
     },
-    "bwd": {
+    ("portable", "bwd"): {
         "block_m": (16, 32, 64, 128),
         "block_n": (32, 64, 128),
         "warps": (4, 8),
@@ -72,17 +83,17 @@ class Setting:
     device: Device
     arch: str
     deterministic: bool
+    family: ModuleType
 
-    def plan(self, tile: Tile | None) -> Plan:
+    def plan(self, tile) -> Plan:
         """The plan of contiguous arrays with that tile."""
-        loads, store, store_backward = contiguous_access(self.problem)
+        access = contiguous_accesses(self.problem, self.case.way == "bwd")[-1]
         if self.case.way == "fwd":
-            access = Access(loads[-1], store)
-            return portable.forward_plan(self.problem, self.device, access, tile=tile)
-        return portable.backward_plan(
+            return self.family.forward_plan(self.problem, self.device, access, tile=tile)
+        return self.family.backward_plan(
             self.problem,
             self.device,
-            Access(loads[-1], store_backward),
+            access,
             need_dq=True,
             need_dkv=True,
             deterministic=self.deterministic,
@@ -94,7 +105,7 @@ class Setting:
 class Row:
     """One candidate and what became of it."""
 
-    tile: Tile
+    tile: Any  # the family's Tile
     plan: Plan
     from_table: bool
     registers: int = 0
@@ -132,6 +143,7 @@ def _parser():
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
+    parser.add_argument("--family", choices=tuple(_FAMILIES), help="(the one that would run)")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--seqlen", type=int, default=4096, metavar="N", help="(4096)")
     text = "backward: time the sum of dq in any order, not the deterministic one"
@@ -166,7 +178,7 @@ def _setting(args, cupy) -> Setting:
         band=Band(-args.seqlen, 0) if args.causal else None,
     )
     if cupy is not None:
-        from cuflash.launch import device_facts
+        from cuflash.launch_steps import device_facts
 
         device = device_facts(cupy.cuda.runtime.getDevice())
     else:
@@ -175,7 +187,15 @@ def _setting(args, cupy) -> Setting:
             raise ValueError(f"--arch {args.arch}: it must be a name such as sm_80 or sm_90a")
         device = device_of(int(match.group(1)))
     arch = jit.architecture(*divmod(device.capability, 10))
-    return Setting(case, problem, device, arch, not args.any_order)
+    way = "forward" if args.direction == "fwd" else "backward"
+    access = contiguous_accesses(problem, way == "backward")[-1]
+    family, _ = choose(problem, device, access, way)
+    if args.family and args.family != family.NAME:
+        family = _FAMILIES[args.family]
+        reason = family.reject(problem, device, access)
+        if way not in family.DIRECTIONS or reason is not None:
+            raise ValueError(f"--family {args.family}: {reason or f'it has no {way} kernel'}")
+    return Setting(case, problem, device, arch, not args.any_order, family)
 
 
 # ---- candidates ------------------------------------------------------------------------------
@@ -183,11 +203,10 @@ def _setting(args, cupy) -> Setting:
 
 def candidates(setting: Setting, only_table: bool = False) -> list[Row]:
     """The table's rows first, then the grid's; tiles that make the same kernel once."""
-    forward = setting.case.way == "fwd"
-    table = portable.FORWARD_TILES if forward else portable.BACKWARD_TILES
-    item, dim = ITEM_BYTES[setting.case.dtype], setting.case.head_dim
-    listed = next(tiles for (size, most), tiles in table.items() if size == item and dim <= most)
-    grid = () if only_table else itertools.starmap(Tile, itertools.product(*_grid(setting)))
+    listed, grid = _listed(setting), ()
+    if not only_table:
+        values = itertools.product(*_grid(setting, listed[0]))
+        grid = itertools.starmap(setting.family.Tile, values)
     rows, seen = [], set()
     for tile in itertools.chain(listed, grid):
         if not _divides(setting, tile):
@@ -202,21 +221,35 @@ def candidates(setting: Setting, only_table: bool = False) -> list[Row]:
     return rows
 
 
-def _grid(setting: Setting):
-    values = dict(_GRID[setting.case.way])
+def _listed(setting: Setting) -> tuple:
+    """The table's rows for the case."""
+    if setting.family is sm90:
+        return (sm90.forward_tile(setting.problem),)
+    table = portable.FORWARD_TILES if setting.case.way == "fwd" else portable.BACKWARD_TILES
+    item, dim = ITEM_BYTES[setting.case.dtype], setting.case.head_dim
+    return next(tiles for (size, most), tiles in table.items() if size == item and dim <= most)
+
+
+def _grid(setting: Setting, first) -> list:
+    values = {field.name: (getattr(first, field.name),) for field in fields(first)}
+    values |= _GRID[setting.family.NAME, setting.case.way]
+    if setting.family is sm90:
+        return list(values.values())
     if setting.case.head_dim <= 128 and setting.case.way == "fwd":
         values["slices"] = (1,)
     elif setting.case.head_dim <= 128 and ITEM_BYTES[setting.case.dtype] == 2:
         values["slices"] = (1,)
     if ITEM_BYTES[setting.case.dtype] != 2:
         values["share"] = (1,)
-    return [values[field.name] for field in fields(Tile)]
+    return list(values.values())
 
 
-def _divides(setting: Setting, tile: Tile) -> bool:
+def _divides(setting: Setting, tile) -> bool:
     """The rules that the kernels assert: whole fragments for every warp. And a warp has at most 32
     rows, since more do not fit its registers.
     """
+    if setting.family is sm90:
+        return True  # every value of the grid does
     if tile.warps % tile.share != 0:
         return False
     if setting.case.way == "fwd":
@@ -315,7 +348,7 @@ def _distance(cupy, found, expected) -> float:
 def render(setting: Setting, row: Row) -> str:
     """A row as it stands in the tables, and what is known of it."""
     values = list(astuple(row.tile))
-    defaults = [field.default for field in fields(Tile)]
+    defaults = [field.default for field in fields(row.tile)]
     while values[-1] == defaults[len(values) - 1]:
         values.pop()
     facts = []
@@ -328,7 +361,8 @@ def render(setting: Setting, row: Row) -> str:
         facts.append(f"{row.registers} registers")
     if row.spilled and not row.failure:
         facts.append(f"{row.spilled} bytes spilled")
-    facts.append(f"{row.plan.smem_bytes} bytes shared, {row.plan['kBlocksPerSm']} blocks an SM")
+    blocks = dict(row.plan.constants).get("kBlocksPerSm", 1)
+    facts.append(f"{row.plan.smem_bytes} bytes shared, {blocks} blocks an SM")
     if row.from_table:
         facts.append("in the table")
     return f"{'Tile(' + ', '.join(map(str, values)) + '),':<34}# {', '.join(facts)}"

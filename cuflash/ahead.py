@@ -7,10 +7,15 @@ import re
 import time
 from dataclasses import dataclass
 
-from . import jit
-from .families import Access, Device, choose, device_of
+from . import jit, tensormap
+from .families import Access, Device, choose, device_of, portable
 from .plan import CPP_TYPES, ITEM_BYTES, Plan
 from .problem import Band, Problem
+
+
+# A length that every tile divides, and one that none does: without a band it is compiled in whether
+# a sequence ends inside a block.
+LENGTHS = (16 * 720_720, 1000)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def _parse(arch: str | None) -> tuple[str, Device]:
     if arch is None:
         import cupy
 
-        from .launch import device_facts
+        from .launch_steps import device_facts
 
         device = device_facts(cupy.cuda.runtime.getDevice())
         return jit.architecture(device.capability // 10, device.capability % 10), device
@@ -60,9 +65,9 @@ def _parse(arch: str | None) -> tuple[str, Device]:
     return jit.architecture(*divmod(device.capability, 10)), device
 
 
-def contiguous_access(problem: Problem) -> tuple[tuple[int, ...], int, int]:
-    """How launch.py reaches contiguous arrays: (widths of loads, of forward's stores, of
-    backward's). Narrow inputs are packed where there are many scores, so that both widths occur.
+def contiguous_accesses(problem: Problem, backward: bool) -> list[Access]:
+    """How launch.py reaches contiguous arrays, the widest loads last. Narrow inputs are packed
+    where there are many scores, so that both occur.
     """
     item = ITEM_BYTES[problem.dtype]
 
@@ -70,25 +75,29 @@ def contiguous_access(problem: Problem) -> tuple[tuple[int, ...], int, int]:
         return next((w for w in (16, 8, 4) if dim * item % w == 0 and w >= item), 0)
 
     rows, rows_v = width(problem.head_dim), width(problem.head_dim_v)
-    loads = tuple(sorted({min(rows, rows_v), 16}))
-    return loads, 16 if rows_v == 16 else 0, 16 if rows == rows_v == 16 else 0
+    store = 16 if rows_v == 16 and (rows == 16 or not backward) else 0
+    accesses = [Access(16, store, tensormap.missing())]
+    if min(rows, rows_v) < 16:
+        accesses.insert(0, Access(min(rows, rows_v), store, "rows that do not start on 16 bytes"))
+    return accesses
 
 
 def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
     """Every kernel that contiguous arrays of a problem use, forward and backward, the latter in
     both orders and for all three gradients.
     """
-    family, _ = choose(problem, device)
-    loads, store, store_backward = contiguous_access(problem)
-    plans = [family.forward_plan(problem, device, Access(load, store)) for load in loads]
+    plans = []
+    for access in contiguous_accesses(problem, False):
+        family, _ = choose(problem, device, access, "forward")
+        plans.append(family.forward_plan(problem, device, access))
     if not backward:
         return plans
     item = ITEM_BYTES[problem.dtype]
     vector = problem.head_dim_v * item % 16 == 0
-    plans.append(family.delta_plan(problem, vector=vector, dlse=False))
-    for load in loads:
-        access = Access(load, store_backward)
-        plans.append(family.forward_plan(problem, device, access, stats=True))
+    plans.append(portable.delta_plan(problem, vector=vector, dlse=False))
+    for access in contiguous_accesses(problem, True):
+        family, _ = choose(problem, device, access, "backward")
+        plans.append(portable.forward_plan(problem, device, access, stats=True))
         plans += [
             family.backward_plan(
                 problem, device, access, need_dq=True, need_dkv=True, deterministic=deterministic
@@ -96,7 +105,7 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
             for deterministic in (True, False)
         ]
     pairs = problem.head_dim * item % max(2 * item, 4) == 0
-    plans.append(family.cast_plan(problem, plans[-1], pair_store=pairs))
+    plans.append(portable.cast_plan(problem, plans[-1], pair_store=pairs))
     return plans
 
 
@@ -163,8 +172,7 @@ def compile_ahead(
     for dtype, (head_dim, head_dim_v), banded in itertools.product(
         dtypes, zip(head_dims, values), causal
     ):
-        # Without a band it is compiled in whether a sequence ends inside a block.
-        for length in (1024,) if banded else (1024, 1000):
+        for length in LENGTHS[:1] if banded else LENGTHS:
             problem = Problem(
                 dtype=dtype,
                 batch=(1,),

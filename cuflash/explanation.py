@@ -23,21 +23,21 @@ class Explanation:
 
     def __str__(self) -> str:
         values = dict(self.plan.constants)
-        reads = f"{values['kCopyBytes']} bytes at a time"
-        if not values["kCopyBytes"]:
-            reads = "single elements"
-        if values["kDirect"]:
-            reads = "single elements, where they are used: their tiles exceed the shared memory"
+        registers = f"{self.registers} registers"
+        if "kProducerRegisters" in values:
+            registers = (
+                f"{values['kConsumerRegisters']} registers, {values['kProducerRegisters']} of the "
+                "warps that load"
+            )
         lines = [
             f"{self.family} family on {self.device}: kernel {self.plan.kernel}",
             f"  tile       {values['kBlockM']} queries x {values['kBlockN']} keys, "
             f"{values['kStages']} stages, {self.plan.threads} threads, {self.plan.smem_bytes} "
             "bytes of shared memory",
             f"  compiled   head_dim {values['kHeadDim']}, head_dim_v {values['kHeadDimV']} x "
-            f"{values['kSlices']}, {self.registers} registers, {self.spilled_bytes} bytes of local "
-            "memory",
+            f"{values.get('kSlices', 1)}, {registers}, {self.spilled_bytes} bytes of local memory",
             f"  launch     {self.blocks} thread blocks",
-            f"  reads      {reads}",
+            f"  reads      {self._reads()}",
             f"  workspace  forward none, backward {self.backward_workspace} bytes",
         ]
         if self.packed:
@@ -45,3 +45,13 @@ class Explanation:
             lines.append(f"  copied     {names}: strides or alignment rule out 16-byte reads")
         lines += [f"  not        {name}: {reason}" for name, reason in self.rejections]
         return "\n".join(lines)
+
+    def _reads(self) -> str:
+        values = dict(self.plan.constants)
+        if "kCopyBytes" not in values:
+            return "boxes of rows, through tensor maps"
+        if values["kDirect"]:
+            return "single elements, where they are used: their tiles exceed the shared memory"
+        if not values["kCopyBytes"]:
+            return "single elements"
+        return f"{values['kCopyBytes']} bytes at a time"

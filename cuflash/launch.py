@@ -8,57 +8,101 @@ may be freed here while kernels are still to run.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import cupy
 
 from . import jit
-from .families import Access, choose
+from . import launch_steps as steps
+from .families import choose, sm90
 from .launch_backward import backward
-from .launch_steps import (
-    BATCH_DIMS,
-    Step,
-    all_strides,
-    band_values,
-    check_aligned,
-    device_facts,
-    key_of,
-    outer,
-    pack_narrow,
-    pointer,
-    prepared,
-    scale_log2,
-    section_values,
-    shape_values,
-    width,
-)
+from .launch_steps import BATCH_DIMS, Step, pointer
 from .plan import round_up
+from .tensormap import Encoder
 
-__all__ = ["backward", "device_facts", "explain", "forward", "merge"]
+__all__ = ["backward", "explain", "forward", "merge"]
 
 MAX_COMBINE_BLOCKS = 65536  # each loops over its rows
+MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 bits
+
+# Memory that CUDA graphs write when they are launched again, so that nobody else may have it. A few
+# bytes a captured launch; nothing tells when a graph is gone.
+_held_by_graphs: list = []
 
 
-def _forward_step(problem, device, q, k, v, out, lse, tile=None) -> Step:
-    whole = width(out) == 16 and problem.head_dim_v % (16 // out.itemsize) == 0
-    access = Access(min(width(a) for a in (q, k, v)), 16 if whole else 0)
-    family, _ = choose(problem, device)
-    plan = family.forward_plan(problem, device, access, tile=tile)
+class _Forward(NamedTuple):
+    """A prepared forward pass."""
+
+    step: Step
+    packed: tuple[str, ...]  # names of the inputs that are packed first
+    mapped: bool  # whether q, k and v are passed by tensor maps
+    ticket: bool  # whether blocks draw their work from a counter, if the kernel can
+
+
+def _work(problem, plan) -> tuple[int, int]:
+    """(blocks of queries of a head, heads of all batches)"""
     blocks = -(-problem.seqlen_q // plan["kBlockM"])
-    heads = problem.num_heads * math.prod(problem.batch)
-    key_bytes = (
-        problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * q.itemsize // problem.group
-    )
+    return blocks, problem.num_heads * math.prod(problem.batch)
+
+
+def _portable_step(problem, device, plan, q, k, v, out, lse) -> Step:
+    blocks, heads = _work(problem, plan)
     return Step.of(
         plan,
         blocks * plan["kSlices"] * heads,
-        *all_strides(problem, q, k, v, out, lse),
-        *shape_values(problem, blocks),
-        *section_values(problem, device, heads, key_bytes),
-        *band_values(problem),
-        scale_log2(problem),
+        *steps.all_strides(problem, q, k, v, out, lse),
+        *steps.shape_values(problem, blocks),
+        *steps.section_values(problem, device, heads, _key_bytes(problem, q)),
+        *steps.band_values(problem),
+        steps.scale_log2(problem),
         0,  # stats_pitch and lse_threshold: of the statistics pass
         0.0,
     )
+
+
+def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
+    blocks, heads = _work(problem, plan)
+    work, grid = blocks * heads, min(blocks * heads, device.num_sms)
+    if work + 2 * grid > MAX_WORK:  # what blocks count up to before they stop
+        raise NotImplementedError(
+            f"{plan.kernel} would have {work} pieces of work; a launch has fewer than 2**32"
+        )
+    return Step.of(
+        plan,
+        grid,
+        *steps.all_strides(problem, v, out, lse),
+        *steps.shape_values(problem, blocks),
+        *steps.section_values(problem, device, heads, _key_bytes(problem, q)),
+        work,
+        *steps.band_values(problem),
+        steps.scale_log2(problem),
+        encoders=(
+            Encoder(q, plan["kBlockM"]),
+            Encoder(k, plan["kBlockN"]),
+            Encoder(v, plan["kBlockN"]),
+        ),
+    )
+
+
+def _key_bytes(problem, q) -> int:
+    """Of the keys and values of a head, shared by its group."""
+    return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * q.itemsize // problem.group
+
+
+def _prepare(problem, device, arrays, tile=None):
+    """The forward pass of (q, k, v, out, lse), its family and why others were not taken."""
+    q, k, v, out, lse = arrays
+    read = steps.pack_narrow(problem, q, k, v)
+    store = steps.whole_rows(out, problem.head_dim_v)
+    access = steps.access_of(store, **dict(zip("qkv", read)))
+    family, rejections = choose(problem, device, access, "forward", tile)
+    plan = family.forward_plan(problem, device, access, tile=tile)
+    make = _sm90_step if family is sm90 else _portable_step
+    step = make(problem, device, plan, *read, out, lse)
+    packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
+    # With one piece for each block nothing is left to draw.
+    ticket = problem.band is not None and math.prod(_work(problem, plan)) > step.blocks
+    return _Forward(step, packed, family is sm90, ticket), family, rejections
 
 
 def forward(problem, q, k, v, out, lse, tile=None) -> None:
@@ -70,8 +114,8 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
     q, k, v : cupy.ndarray (*batch, Hq, L, D), (*batch, Hkv, S, D), (*batch, Hkv, S, Dv)
     out : cupy.ndarray (*batch, Hq, L, Dv)
     lse : cupy.ndarray (*batch, Hq, L) or None
-    tile : families' Tile, optional
-        In place of the one the family would choose.
+    tile : a family's Tile, optional
+        In place of the one that would be chosen; it chooses its family.
 
     Raises
     ------
@@ -81,23 +125,41 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
         No kernel for this device, or more thread blocks than a launch can have.
     CompileError, OSError
         As :func:`cuflash.jit.build`.
+    RuntimeError
+        The driver refused a launch or a tensor map.
     """
     if len(problem.batch) > BATCH_DIMS:
-        for inner, arrays in outer(problem, (q, k, v, out, lse)):
+        for inner, arrays in steps.outer(problem, (q, k, v, out, lse)):
             forward(inner, *arrays, tile)
         return
     device_id = q.data.device_id
+    arrays = (q, k, v, out, lse)
 
     def make():
-        check_aligned(q=q, k=k, v=v, out=out, lse=lse)
-        read = pack_narrow(problem, q, k, v)
-        step = _forward_step(problem, device_facts(device_id), *read, out, lse, tile)
-        return step, any(a is not b for a, b in zip(read, (q, k, v)))
+        steps.check_aligned(q=q, k=k, v=v, out=out, lse=lse)
+        return _prepare(problem, steps.device_facts(device_id), arrays, tile)[0]
 
-    key = (problem, device_id, tile, key_of((q, k, v, out, lse)))
-    step, narrow = prepared(key, make)
-    read = pack_narrow(problem, q, k, v) if narrow else (q, k, v)
-    step.launch(device_id, *(pointer(a) for a in (*read, out, lse)), 0)
+    step, packed, mapped, ticket = steps.prepared(
+        (problem, device_id, tile, steps.key_of(arrays)), make
+    )
+    if packed:
+        q, k, v = steps.pack_narrow(problem, q, k, v)
+    if not mapped:
+        step.launch(device_id, *map(pointer, (q, k, v, out, lse)), 0)
+        return
+    starts = (q.data.ptr, k.data.ptr, v.data.ptr)
+    counter = _new_ticket() if ticket else None
+    place = 0 if counter is None else counter.ptr
+    step.launch(device_id, starts[2], out.data.ptr, pointer(lse), place, mapped=starts)
+
+
+def _new_ticket():
+    """A counter that starts at 0, which the current stream sees to."""
+    counter = cupy.cuda.alloc(4)
+    counter.memset_async(0, 4)
+    if cupy.cuda.get_current_stream().is_capturing():
+        _held_by_graphs.append(counter)
+    return counter
 
 
 def merge(outs, lses, out, lse) -> None:
@@ -138,17 +200,17 @@ def explain(problem, q, k, v):
     from .explanation import Explanation
 
     device_id = q.data.device_id
-    device = device_facts(device_id)
-    family, rejections = choose(problem, device)
+    device = steps.device_facts(device_id)
     rows = math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
     if rows == 0 or problem.seqlen_k == 0:
         return f"no kernel on {device.name}: without queries or keys the result is a constant"
     if len(problem.batch) > BATCH_DIMS:  # one of the launches that run in turn
-        problem, (q, k, v) = next(outer(problem, (q, k, v)))
-    check_aligned(q=q, k=k, v=v)
-    read = pack_narrow(problem, q, k, v)
+        problem, (q, k, v) = next(steps.outer(problem, (q, k, v)))
+    steps.check_aligned(q=q, k=k, v=v)
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
-    step = _forward_step(problem, device, *read, cupy.empty(shape, q.dtype), None)
+    out = cupy.empty(shape, q.dtype)
+    prepared, family, rejections = _prepare(problem, device, (q, k, v, out, None))
+    step = prepared.step
     attributes = jit.attributes(jit.kernel(step.plan, device_id))
     item = 8 if problem.dtype == "float64" else 4
     return Explanation(
@@ -158,7 +220,7 @@ def explain(problem, q, k, v):
         step.blocks,
         attributes["registers"],
         attributes["local_bytes"],
-        tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b),
+        prepared.packed,
         tuple(rejections),
         rows * item * (3 + round_up(problem.head_dim, 16)),
     )

@@ -15,24 +15,9 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from .families import Access, choose
-from .launch_steps import (
-    BATCH_DIMS,
-    Step,
-    all_strides,
-    band_values,
-    check_aligned,
-    device_facts,
-    key_of,
-    outer,
-    pack_narrow,
-    pointer,
-    prepared,
-    scale_log2,
-    section_values,
-    shape_values,
-    width,
-)
+from . import launch_steps as steps
+from .families import choose, portable
+from .launch_steps import BATCH_DIMS, Step, pointer
 from .plan import ITEM_BYTES, Plan, round_up
 
 # Where |lse| is above this, float rounding of lse would cost exp(s - lse) accuracy that the dtype
@@ -70,20 +55,15 @@ class _Backward:
     flag_count: int
 
 
-def _wide(problem, array, dim: int) -> bool:
-    """Whether rows of ``dim`` elements start and end on 16 bytes."""
-    return array is None or (width(array) == 16 and dim % (16 // ITEM_BYTES[problem.dtype]) == 0)
-
-
-def _delta_step(problem, family, a: _Arrays, rows: int, stats_pitch: int) -> Step:
-    vector = all(_wide(problem, x, problem.head_dim_v) for x in (a.out, a.dout))
-    plan = family.delta_plan(problem, vector=vector, dlse=a.dlse is not None)
+def _delta_step(problem, a: _Arrays, rows: int, stats_pitch: int) -> Step:
+    vector = all(steps.whole_rows(x, problem.head_dim_v) for x in (a.out, a.dout))
+    plan = portable.delta_plan(problem, vector=vector, dlse=a.dlse is not None)
     blocks = -(-stats_pitch // plan["kBlockRows"])
     return Step.of(
         plan,
         blocks * rows,
-        *all_strides(problem, a.out, a.dout, a.lse, a.dlse),
-        *shape_values(problem, blocks),
+        *steps.all_strides(problem, a.out, a.dout, a.lse, a.dlse),
+        *steps.shape_values(problem, blocks),
         stats_pitch,
     )
 
@@ -93,12 +73,12 @@ def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int) ->
     return Step.of(
         plan,
         blocks * plan["kSlices"] * rows,
-        *all_strides(problem, a.q, a.k, a.v, None, a.lse),
-        *shape_values(problem, blocks),
+        *steps.all_strides(problem, a.q, a.k, a.v, None, a.lse),
+        *steps.shape_values(problem, blocks),
         1,  # every head is a section
         rows,
-        *band_values(problem),
-        scale_log2(problem),
+        *steps.band_values(problem),
+        steps.scale_log2(problem),
         stats_pitch,
         LSE_THRESHOLD[problem.dtype],
     )
@@ -116,11 +96,11 @@ def _main_step(
     return Step.of(
         plan,
         blocks * plan["kSlices"] * heads,
-        *all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
-        *shape_values(problem, blocks),
-        *section_values(problem, device, heads, query_bytes),
-        *band_values(problem),
-        scale_log2(problem),
+        *steps.all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
+        *steps.shape_values(problem, blocks),
+        *steps.section_values(problem, device, heads, query_bytes),
+        *steps.band_values(problem),
+        steps.scale_log2(problem),
         problem.scale,
         stats_pitch,
         accum_pitch,
@@ -128,24 +108,25 @@ def _main_step(
     )
 
 
-def _cast_step(problem, family, main: Plan, dq, rows: int, accum_pitch: int) -> Step:
-    pairs = width(dq) >= 2 * ITEM_BYTES[problem.dtype]
-    plan = family.cast_plan(problem, main, pair_store=pairs)
+def _cast_step(problem, main: Plan, dq, rows: int, accum_pitch: int) -> Step:
+    pairs = steps.width(dq) >= 2 * ITEM_BYTES[problem.dtype]
+    plan = portable.cast_plan(problem, main, pair_store=pairs)
     blocks = -(-problem.seqlen_q // plan["kBlockRows"])
     return Step.of(
         plan,
         blocks * rows,
-        *all_strides(problem, dq),
-        *shape_values(problem, blocks),
+        *steps.all_strides(problem, dq),
+        *steps.shape_values(problem, blocks),
         problem.scale,
         accum_pitch,
     )
 
 
 def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
-    family, _ = choose(problem, device)
-    wide = _wide(problem, a.dk, problem.head_dim) and _wide(problem, a.dv, problem.head_dim_v)
-    access = Access(min(width(x) for x in (a.q, a.k, a.v, a.dout)), 16 if wide else 0)
+    results = ((a.dk, problem.head_dim), (a.dv, problem.head_dim_v))
+    whole = all(x is None or steps.whole_rows(x, dim) for x, dim in results)
+    access = steps.access_of(whole, q=a.q, k=a.k, v=a.v, dout=a.dout)
+    family, _ = choose(problem, device, access, "backward", tile)
     main = family.backward_plan(
         problem,
         device,
@@ -155,7 +136,7 @@ def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
         deterministic=deterministic,
         tile=tile,
     )
-    stats = family.forward_plan(problem, device, access, stats=True)
+    stats = portable.forward_plan(problem, device, access, stats=True)
     block_m = main["kBlockM"]
     num_m_blocks = -(-problem.seqlen_q // block_m)
     rows = math.prod(problem.batch) * problem.num_heads
@@ -163,10 +144,10 @@ def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
     accum_pitch = num_m_blocks * block_m * main["kAccumTiles"] * 8
     cast = None
     if a.dq is not None:
-        cast = _cast_step(problem, family, main, a.dq, rows, accum_pitch)
+        cast = _cast_step(problem, main, a.dq, rows, accum_pitch)
     warps = main["kDqWarpsM"] * main["kDqWarpsD"]
     return _Backward(
-        delta=_delta_step(problem, family, a, rows, stats_pitch),
+        delta=_delta_step(problem, a, rows, stats_pitch),
         stats=_stats_step(problem, stats, a, rows, stats_pitch),
         main=_main_step(problem, device, main, a, rows, stats_pitch, accum_pitch),
         cast=cast,
@@ -199,7 +180,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
         As :func:`cuflash.launch.forward`.
     """
     if len(problem.batch) > BATCH_DIMS:
-        for inner, arrays in outer(problem, (dout, q, k, v, out, lse, dlse, dq, dk, dv)):
+        for inner, arrays in steps.outer(problem, (dout, q, k, v, out, lse, dlse, dq, dk, dv)):
             backward(inner, *arrays, deterministic, tile)
         return
     device_id = q.data.device_id
@@ -209,33 +190,33 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
     given = _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
 
     def packed():
-        return _Arrays(*pack_narrow(problem, *given[:4]), *given[4:])
+        return _Arrays(*steps.pack_narrow(problem, *given[:4]), *given[4:])
 
     def make():
-        check_aligned(**given._asdict())
+        steps.check_aligned(**given._asdict())
         a = packed()
-        steps = _steps(problem, device_facts(device_id), a, deterministic, tile)
-        return steps, any(x is not y for x, y in zip(a, given))
+        kernels = _steps(problem, steps.device_facts(device_id), a, deterministic, tile)
+        return kernels, any(x is not y for x, y in zip(a, given))
 
-    key = (problem, device_id, tile, deterministic, key_of(given))
-    steps, narrow = prepared(key, make)
-    _run(problem, device_id, steps, packed() if narrow else given)
+    key = (problem, device_id, tile, deterministic, steps.key_of(given))
+    kernels, narrow = steps.prepared(key, make)
+    _run(problem, device_id, kernels, packed() if narrow else given)
 
 
-def _run(problem, device_id: int, steps: _Backward, a: _Arrays) -> None:
+def _run(problem, device_id: int, kernels: _Backward, a: _Arrays) -> None:
     accum_type = np.float64 if problem.dtype == "float64" else np.float32
-    workspace = cupy.empty(3 * steps.rows * steps.stats_pitch, accum_type)
+    workspace = cupy.empty(3 * kernels.rows * kernels.stats_pitch, accum_type)
     stats = workspace.data.ptr
     accum = flags = ticket = 0
-    if steps.cast is not None:
-        accum_bytes = steps.accum_values * workspace.itemsize
-        zeroed = cupy.zeros(accum_bytes // 4 + steps.flag_count + 1, np.uint32)
+    if kernels.cast is not None:
+        accum_bytes = kernels.accum_values * workspace.itemsize
+        zeroed = cupy.zeros(accum_bytes // 4 + kernels.flag_count + 1, np.uint32)
         accum = zeroed.data.ptr
-        flags, ticket = accum + accum_bytes, accum + accum_bytes + 4 * steps.flag_count
+        flags, ticket = accum + accum_bytes, accum + accum_bytes + 4 * kernels.flag_count
 
     dout, q, k, v, out, lse, dlse, dq, dk, dv = map(pointer, a)
-    steps.delta.launch(device_id, out, dout, lse, dlse, stats)
-    steps.stats.launch(device_id, q, k, v, 0, lse, stats)
-    steps.main.launch(device_id, q, k, v, dout, dk, dv, accum, flags, ticket, stats)
-    if steps.cast is not None:
-        steps.cast.launch(device_id, accum, dq)
+    kernels.delta.launch(device_id, out, dout, lse, dlse, stats)
+    kernels.stats.launch(device_id, q, k, v, 0, lse, stats)
+    kernels.main.launch(device_id, q, k, v, dout, dk, dv, accum, flags, ticket, stats)
+    if kernels.cast is not None:
+        kernels.cast.launch(device_id, accum, dq)

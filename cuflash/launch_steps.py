@@ -9,14 +9,14 @@ prepared once and kept (`prepared`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import cupy
 import numpy as np
 
-from . import jit
-from .families import Device
+from . import jit, tensormap
+from .families import Access, Device
 from .params import BATCH_DIMS, layout
 from .plan import Plan, round_up
 
@@ -101,6 +101,19 @@ def pack_narrow(problem, *arrays):
     return tuple(a if width(a) == 16 else packed(a) for a in arrays)
 
 
+def access_of(store: bool, **inputs) -> Access:
+    """How kernels reach the inputs, which go by their names, and whether they store in whole
+    pieces.
+    """
+    load_bytes = min(map(width, inputs.values()))
+    return Access(load_bytes, 16 if store else 0, tensormap.why_not(**inputs))
+
+
+def whole_rows(array, dim: int) -> bool:
+    """Whether rows of ``dim`` elements start and end on 16 bytes."""
+    return width(array) == 16 and dim % (16 // array.itemsize) == 0
+
+
 def strides_of(array, batch_axes: int) -> list[int]:
     """Element strides as the struct Strides: batch axes, head, row, col; missing batch axes first,
     as 0. None has zeros.
@@ -176,12 +189,24 @@ def scale_log2(problem) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel with everything but its pointers."""
+    """One kernel with everything but its pointers.
+
+    Parameters
+    ----------
+    plan, rest, blocks : Plan, bytes, int
+        The kernel, its parameters after the pointers, thread blocks.
+    encoders : tuple of Encoder
+        Of its tensor maps.
+    """
 
     plan: Plan
-    table: str
     rest: bytes
     blocks: int
+    encoders: tuple[tensormap.Encoder, ...] = ()
+    # Structs that no launch is writing, so that threads do not meet in one; and the loaded kernel
+    # by device. Both only save time.
+    _rooms: list = field(default_factory=list, compare=False, repr=False)
+    _kernels: dict = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
         if self.blocks > MAX_BLOCKS:
@@ -191,15 +216,28 @@ class Step:
             )
 
     @classmethod
-    def of(cls, plan: Plan, blocks: int, *values) -> Step:
+    def of(cls, plan: Plan, blocks: int, *values, encoders=()) -> Step:
         """``values``: of all fields after the pointers, in the order of the plan's table."""
-        return cls(plan, plan.params, layout(plan.params).rest(*values), blocks)
+        return cls(plan, layout(plan.params).rest(*values), blocks, encoders)
 
-    def launch(self, device_id: int, *pointers: int) -> None:
-        """Enqueue it on the current stream of the current device, which is ``device_id``."""
-        function = jit.kernel(self.plan, device_id)
-        scalar = layout(self.table).scalar(self.rest, *pointers)
-        function((self.blocks,), (self.plan.threads,), (scalar,), self.plan.smem_bytes)
+    def launch(self, device_id: int, *pointers: int, mapped: tuple[int, ...] = ()) -> None:
+        """Enqueue it on the current stream of the current device, which is ``device_id``.
+
+        ``mapped``: where the arrays begin that tensor maps describe.
+        """
+        kernel = self._kernels.get(device_id)
+        if kernel is None:
+            kernel = self._kernels[device_id] = jit.kernel(self.plan, device_id)
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = layout(self.plan.params).room(self.rest)
+        room.point(*pointers)
+        for number, start in enumerate(mapped):
+            if room.mapped[number] != start:
+                room.write_map(number, start, self.encoders[number].map(start))
+        kernel(device_id, self.blocks, room.address)
+        self._rooms.append(room)
 
 
 # ---- what two calls share --------------------------------------------------------------------

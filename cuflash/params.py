@@ -6,15 +6,15 @@ with C's alignment, so they cannot drift apart.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from functools import lru_cache
-
-import numpy as np
 
 from .plan import round_up
 
 BATCH_DIMS = 3  # kBatchDims in kernels_cu/types.cuh
 STRIDES = BATCH_DIMS + 3
+MAP_BYTES = 128
 
 # kind -> (C++ declaration, struct code, how many values)
 KINDS = {
@@ -186,9 +186,9 @@ class Layout:
     size : int
         sizeof(Params).
     num_maps : int
-        How many tensor maps :meth:`scalar` takes.
+        How many tensor maps it begins with.
     num_pointers : int
-        How many values :meth:`scalar` takes.
+        How many pointers follow.
     """
 
     def __init__(self, table: str):
@@ -206,19 +206,51 @@ class Layout:
         rest = "".join(KINDS[kind][1] for kind in kinds[self.num_pointers :])
         self._rest = struct.Struct(f"@{rest}0q")
         # A tensor map lies on a multiple of 64 bytes, and so does the struct's end.
-        size = 128 * self.num_maps + self._pointers.size + self._rest.size
+        size = MAP_BYTES * self.num_maps + self._pointers.size + self._rest.size
         self.size = round_up(size, 64) if self.num_maps else size
-        self._end = bytes(self.size - size)
-        self._dtype = np.dtype(f"V{self.size}")
 
     def rest(self, *values) -> bytes:
         """All values after the pointers, flat and in the table's order."""
         return self._rest.pack(*values)
 
-    def scalar(self, rest: bytes, *pointers: int, maps: bytes = b"") -> np.void:
-        """The struct as one scalar, which a launch passes by value."""
-        whole = maps + self._pointers.pack(*pointers) + rest + self._end
-        return np.frombuffer(whole, self._dtype)[0]
+    def room(self, rest: bytes) -> Room:
+        """A struct with everything after its pointers."""
+        return Room(self, rest)
+
+
+class Room:
+    """One struct at a fixed address, for one launch at a time: the driver copies it when it
+    launches.
+
+    Attributes
+    ----------
+    struct : ctypes array of char
+    address : int
+        Of the list of the kernel's arguments, which has this struct alone.
+    mapped : list of int
+        Where the arrays begin whose tensor maps are in the struct.
+    """
+
+    __slots__ = ("_argument", "_offset", "_pack", "address", "mapped", "struct")
+
+    def __init__(self, layout: Layout, rest: bytes):
+        self.struct = ctypes.create_string_buffer(layout.size)
+        self._offset = MAP_BYTES * layout.num_maps
+        self._pack = layout._pointers.pack_into
+        after = self._offset + layout._pointers.size
+        self.struct[after : after + len(rest)] = rest
+        self._argument = ctypes.c_void_p(ctypes.addressof(self.struct))
+        self.address = ctypes.addressof(self._argument)
+        self.mapped = [0] * layout.num_maps
+
+    def point(self, *pointers: int) -> None:
+        """Write the pointers."""
+        self._pack(self.struct, self._offset, *pointers)
+
+    def write_map(self, number: int, pointer: int, tensor_map: bytes) -> None:
+        """Write the map of the array that begins at ``pointer``."""
+        self.struct[MAP_BYTES * number : MAP_BYTES * (number + 1)] = tensor_map
+        self.mapped[number] = pointer
 
 
 @lru_cache(maxsize=None)

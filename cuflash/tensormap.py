@@ -7,19 +7,45 @@ A map describes an array as (outer batch, inner batch, head, row, column); kerne
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 BOX_COLUMNS = 64  # 128 bytes of a 16-bit type
 MAX_STRIDE = 1 << 40  # bytes
 
 
-def fits(array) -> bool:
-    """Whether a map can describe a view (*batch, heads, rows, columns): columns contiguous, every
-    other stride and the address multiples of 16 bytes, no stride negative.
+def unfit(array) -> str | None:
+    """Why no map can describe a view (*batch, heads, rows, columns), or None.
+
+    Columns must be contiguous, every other stride and the address multiples of 16 bytes, no stride
+    negative.
     """
     if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return False
-    strides = [s for n, s in zip(array.shape[:-1], array.strides[:-1]) if n > 1]
-    return array.data.ptr % 16 == 0 and all(s % 16 == 0 and 0 <= s < MAX_STRIDE for s in strides)
+        return "its columns are not contiguous"
+    if array.data.ptr % 16 != 0:
+        return f"its address {array.data.ptr:#x} is not a multiple of 16 bytes"
+    for size, stride in zip(array.shape[:-1], array.strides[:-1]):
+        if size > 1 and (stride % 16 != 0 or not 0 <= stride < MAX_STRIDE):
+            return f"a stride of {stride} bytes is not a multiple of 16 from 0 to 2**40"
+    return None
+
+
+@lru_cache(maxsize=None)
+def missing() -> str | None:
+    """Why no map can be made here, or None."""
+    try:
+        from cuda.bindings import driver  # noqa: F401
+    except ImportError as error:
+        return f"they are made by cuda.bindings, which cannot be imported ({error})"
+    return None
+
+
+def why_not(**arrays) -> str | None:
+    """Why maps cannot describe all the arrays, which go by their names, or None."""
+    for name, array in arrays.items():
+        reason = unfit(array)
+        if reason is not None:
+            return f"{name}: {reason}"
+    return missing()
 
 
 class Encoder:
@@ -28,7 +54,7 @@ class Encoder:
     Parameters
     ----------
     array : cupy.ndarray (*batch, heads, rows, columns)
-        At most two batch axes, and ``fits(array)``.
+        At most two batch axes, and ``unfit(array)`` is None.
     rows : int
         Of a box, at most 256.
 

@@ -21,7 +21,8 @@ import conftest
 import pytest
 
 from cuflash import families, jit
-from cuflash.families import Access, choose, device_of
+from cuflash.ahead import LENGTHS
+from cuflash.families import Access, device_of, portable, sm90
 from cuflash.plan import CPP_TYPES, Plan
 from cuflash.problem import Band, Problem
 
@@ -58,10 +59,12 @@ class Point:
     dims: tuple[int, int]
     mask: str
     copy_bytes: int
-    kind: str  # forward, stats; for backward which gradients and in which order
+    # forward, stats, hopper (forward of that family); for backward which gradients and in which
+    # order
+    kind: str
 
     def problem(self) -> Problem:
-        length = 1000 if self.mask == "tail" else 1024  # tiles are powers of two
+        length = LENGTHS[self.mask == "tail"]
         band = Band(-length, 0) if self.mask == "band" else None
         head_dim, head_dim_v = self.dims
         return Problem(
@@ -70,12 +73,13 @@ class Point:
 
     def plan(self) -> Plan:
         problem, device = self.problem(), device_of(self.capability)
-        family, _ = choose(problem, device)
         access = Access(self.copy_bytes, 16 if self.copy_bytes == 16 else 0)
+        if self.kind == "hopper":
+            return sm90.forward_plan(problem, device, access)
         if self.kind in ("forward", "stats"):
-            return family.forward_plan(problem, device, access, stats=self.kind == "stats")
+            return portable.forward_plan(problem, device, access, stats=self.kind == "stats")
         need, order = self.kind.split()
-        return family.backward_plan(
+        return portable.backward_plan(
             problem,
             device,
             access,
@@ -115,17 +119,17 @@ def sample(points: list[Point], seed: int) -> list[Point]:
     return chosen
 
 
-def small_plans(problem: Problem, family, device) -> list[Plan]:
+def small_plans(problem: Problem, device) -> list[Plan]:
     """The kernels beside forward and backward."""
-    plans = [family.combine_plan(problem.dtype)]
+    plans = [portable.combine_plan(problem.dtype)]
     plans += [
-        family.delta_plan(problem, vector=vector, dlse=dlse)
+        portable.delta_plan(problem, vector=vector, dlse=dlse)
         for vector, dlse in itertools.product((True, False), repeat=2)
     ]
-    backward = family.backward_plan(
+    backward = portable.backward_plan(
         problem, device, Access(16, 16), need_dq=True, need_dkv=True, deterministic=True
     )
-    plans += [family.cast_plan(problem, backward, pair_store=pair) for pair in (True, False)]
+    plans += [portable.cast_plan(problem, backward, pair_store=pair) for pair in (True, False)]
     return plans
 
 
@@ -143,10 +147,12 @@ class Built:
     cpu_seconds: float
     error: str = ""
     short: bool = False  # a 16-bit kernel of forward or backward
+    may_spill: bool = False
 
     def faults(self) -> list[str]:
         found = [self.error] if self.error else list(self.warnings)
-        if self.spilled > (SCALAR_BYTES if self.registers == 255 and self.short else 0):
+        most = SCALAR_BYTES if self.registers == 255 and self.short else 0
+        if self.spilled > most and not self.may_spill:
             found.append(f"{self.spilled} bytes spilled at {self.registers} registers")
         if self.cpu_seconds > CPU_SECONDS:
             found.append(f"{self.cpu_seconds:.1f} s to compile")
@@ -170,7 +176,11 @@ def compile_one(job: tuple[str, Plan, str]) -> Built:
     lines = [line.strip() for line in log.splitlines()]
     warnings = tuple(x for x in lines if re.search(r"warning|performance", x, re.IGNORECASE))
     short = plan.kernel.endswith("_portable") and plan["Element"] in ("f16", "bf16")
-    return Built(name, int(registers.group(1)), spilled, warnings, seconds, short=short)
+    # As test_sm90.py has it: with a band Hopper's kernels are not held to it.
+    may_spill = plan.kernel == "fwd_sm90" and plan["kBand"]
+    return Built(
+        name, int(registers.group(1)), spilled, warnings, seconds, short=short, may_spill=may_spill
+    )
 
 
 def compile_all(jobs, progress=None) -> list[Built]:
@@ -207,7 +217,7 @@ def jobs_of(points, known) -> list[tuple[str, Plan, str]]:
         if point.capability not in known:
             continue
         plan = point.plan()
-        tile = "x".join(str(plan[name]) for name in ("kBlockM", "kBlockN", "kWarps", "kStages"))
+        tile = f"{plan['kBlockM']}x{plan['kBlockN']}x{plan.threads // 32}x{plan['kStages']}"
         arch = jit.architecture(*divmod(point.capability, 10))
         jobs.append((f"{point}, tile {tile}", plan, arch))
     return jobs
@@ -256,15 +266,31 @@ def test_direct_kernels_build_clean(nvrtc, kinds, request):
     check(compile_all(jobs_of(points, known_architectures(nvrtc))))
 
 
+def test_hopper_kernels_build_clean(nvrtc, request):
+    """The Hopper family's: the assembler serialises no product either (its notes speak of
+    performance).
+    """
+    pairs = itertools.product(DIMS, MASKS)
+    points = [
+        Point(90, ("float16", "bfloat16")[(n + n // 3) % 2], dims, mask, 16, "hopper")
+        for n, (dims, mask) in enumerate(pairs)
+    ]
+    if request.config.getoption("--full-gate"):
+        axes = itertools.product(("float16", "bfloat16"), DIMS, MASKS, (16, 0))
+        points = [Point(90, *values, "hopper") for values in axes]
+    jobs = jobs_of(points, known_architectures(nvrtc))
+    assert len(jobs) == len(points)
+    check(compile_all(jobs))
+
+
 def test_small_kernels_build_clean(nvrtc):
     """delta, cast and combine, for all dtypes; on Hopper and before, where additions differ."""
     jobs = []
     for capability, dtype in itertools.product((80, 90), DTYPES):
         point = Point(capability, dtype, (72, 40), "whole", 16, "all deterministic")
         device = device_of(capability)
-        family, _ = choose(point.problem(), device)
         arch = jit.architecture(*divmod(capability, 10))
-        for plan in small_plans(point.problem(), family, device):
+        for plan in small_plans(point.problem(), device):
             jobs.append((f"{plan} for {arch}", plan, arch))
     check(compile_all(jobs))
 
@@ -279,11 +305,10 @@ def test_every_architecture(nvrtc):
         arch = jit.architecture(*divmod(capability, 10))
         for kind in ("forward", "all deterministic"):
             point = Point(capability, "float16", (64, 64), "whole", 16, kind)
-            family, _ = choose(point.problem(), device)
             if kind == "forward":
-                plan = family.forward_plan(point.problem(), device, Access(16, 16))
+                plan = portable.forward_plan(point.problem(), device, Access(16, 16))
             else:
-                plan = family.backward_plan(
+                plan = portable.backward_plan(
                     point.problem(),
                     device,
                     Access(16, 16),

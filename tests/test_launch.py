@@ -2,80 +2,24 @@
 launched is looked at instead.
 """
 
-import importlib
-import struct
-import sys
 import threading
 from dataclasses import replace
 
-import fake_cupy
 import numpy as np
 import pytest
 from conftest import np_dtype
 from hypothesis import given
 from hypothesis import strategies as st
+from launches import TILE, arrays_of, gpu_side, mapped  # noqa: F401
 from test_plan import DTYPES, HOPPER, problem_of
 
-import cuflash
-from cuflash import ahead, jit, params
+from cuflash import ahead, params
 from cuflash.explanation import Explanation
 from cuflash.families import device_of, portable
 from cuflash.plan import CPP_TYPES
 from cuflash.problem import Band
 
 # arrays -------------------------------------------------------------------------------------------
-
-_MODULES = ("launch_steps", "launch_backward", "launch")
-
-
-@pytest.fixture(scope="module")
-def gpu_side():
-    """(cupy, launch_steps, launch): the modules that need CuPy, on host arrays in its place. What
-    they launch is appended to ``launch.log`` as (plan, blocks, fields by name).
-    """
-    patch = pytest.MonkeyPatch()
-    cupy = fake_cupy.build()
-    cupy.zeros = lambda size, dtype: cupy.ndarray(None, base=np.zeros(size, dtype))
-    patch.setitem(sys.modules, "cupy", cupy)
-    before = {name: getattr(cuflash, name) for name in _MODULES if hasattr(cuflash, name)}
-    for name in _MODULES:
-        patch.delitem(sys.modules, f"cuflash.{name}", raising=False)
-    steps, backward, launch = (importlib.import_module(f"cuflash.{name}") for name in _MODULES)
-    for module in (steps, backward, launch):
-        module.device_facts = lambda device_id: HOPPER
-    launch.log = []
-
-    def kernel(plan, device_id):
-        def function(grid, block, arguments, shared_memory):
-            assert block == (plan.threads,) and shared_memory == plan.smem_bytes
-            launch.log.append((plan, grid[0], _fields(plan.params, arguments[0])))
-
-        return function
-
-    patch.setattr(jit, "kernel", kernel)
-    patch.setattr(jit, "attributes", lambda function: {"registers": 128, "local_bytes": 0})
-    yield cupy, steps, launch
-    patch.undo()
-    for name in _MODULES:
-        sys.modules.pop(f"cuflash.{name}", None)
-        if hasattr(cuflash, name):
-            delattr(cuflash, name)
-    for name, module in before.items():
-        setattr(cuflash, name, module)
-        sys.modules[f"cuflash.{name}"] = module
-
-
-def _fields(table, scalar):
-    """The struct of a launch as {name: value}, lists for strides and sizes."""
-    rows = params.TABLES[table]
-    code = "@" + "".join(params.KINDS[kind][1] for _, kind in rows) + "0q"
-    values = list(struct.unpack(code, scalar.tobytes()))
-    fields = {}
-    for name, kind in rows:
-        count = params.KINDS[kind][2]
-        fields[name] = values[:count] if count > 1 else values[0]
-        del values[:count]
-    return fields
 
 
 @st.composite
@@ -175,23 +119,9 @@ def test_elements_between_places_are_refused(gpu_side):
 # launches -----------------------------------------------------------------------------------------
 
 
-def _arrays(cupy, problem, batch=None):
-    """Contiguous q, k, v, out and lse."""
-    dtype, batch = np_dtype(problem.dtype), problem.batch if batch is None else batch
-    heads, kv_heads = problem.num_heads, problem.num_kv_heads
-    shapes = [
-        (heads, problem.seqlen_q, problem.head_dim),
-        (kv_heads, problem.seqlen_k, problem.head_dim),
-        (kv_heads, problem.seqlen_k, problem.head_dim_v),
-        (heads, problem.seqlen_q, problem.head_dim_v),
-    ]
-    arrays = [cupy.ndarray((*batch, *shape), dtype) for shape in shapes]
-    return [*arrays, cupy.ndarray((*batch, heads, problem.seqlen_q), np.dtype(problem.lse_dtype))]
-
-
 def _call_both(cupy, launch, problem, deterministic=True):
     """Forward and backward of contiguous arrays; the plans that were launched."""
-    q, k, v, out, lse = _arrays(cupy, problem)
+    q, k, v, out, lse = arrays_of(cupy, problem)
     launch.log.clear()
     launch.forward(problem, q, k, v, out, lse)
     grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
@@ -206,11 +136,11 @@ def test_ahead_builds_what_calls_run(gpu_side, dtype):
     for dim, dim_v in ((64, 64), (100, 36), (17, 8), (5, 256), (1, 2)):
         for banded in (False, True):
             there = set()
-            for length in (1024,) if banded else (1024, 1000):
+            for length in ahead.LENGTHS[:1] if banded else ahead.LENGTHS:
                 band = Band(-length, 0) if banded else None
                 problem = problem_of(dtype, dim, dim_v, length, band=band)
                 there |= set(ahead.plans_of(problem, HOPPER, True))
-            for length, keys in ((1, 1), (200, 77), (1024, 1024), (1100, 1000)):
+            for length, keys in ((1, 1), (200, 77), (1024, 1024), (1024, 1040), (1100, 1000)):
                 band = Band(-length, keys - length) if banded else None
                 problem = problem_of(dtype, dim, dim_v, length, keys, band=band)
                 for deterministic in (False, True):
@@ -221,7 +151,7 @@ def test_forward_passes_the_facts_of_a_call(gpu_side):
     cupy, _, launch = gpu_side
     problem = problem_of("float32", 20, 12, 70, 33, batch=(2, 3), band=Band(-5, 7), num_heads=6)
     problem = replace(problem, num_kv_heads=2)
-    q, k, v, out, lse = _arrays(cupy, problem)
+    q, k, v, out, lse = arrays_of(cupy, problem)
     launch.log.clear()
     launch.forward(problem, q, k, v, out, lse)
     ((plan, blocks, fields),) = launch.log
@@ -246,11 +176,12 @@ def test_strides_beyond_32_bits(gpu_side):
     """Bug 153: a stride that 32 bits cannot hold arrives whole."""
     cupy, _, launch = gpu_side
     problem = problem_of(dim=8, dim_v=8, length=2, num_heads=1)
-    q, k, v, out, lse = _arrays(cupy, problem)
-    far = np.lib.stride_tricks.as_strided(q.base, strides=(16, 16, 2**33, 2))  # never read here
-    launch.log.clear()
-    launch.forward(problem, q.view_of(far), k, v, out, lse)
-    assert launch.log[0][2]["q_strides"][4] == 2**32
+    q, k, v, out, lse = arrays_of(cupy, problem)
+    far = np.lib.stride_tricks.as_strided(v.base, strides=(16, 16, 2**33, 2))  # never read here
+    for tile in (None, TILE):
+        launch.log.clear()
+        launch.forward(problem, q, k, v.view_of(far), out, lse, tile)
+        assert launch.log[0][2]["v_strides"][4] == 2**32
 
 
 def test_zero_scale_stays_finite(gpu_side):
@@ -265,9 +196,9 @@ def test_too_many_blocks_raise(gpu_side):
     """Bugs 163 and 165: what a launch cannot hold is an error, not an output left as it was."""
     _, steps, _ = gpu_side
     plan = portable.combine_plan("float16")
-    steps.Step(plan, "combine", b"", 2**31 - 1)
+    steps.Step(plan, b"", 2**31 - 1)
     with pytest.raises(NotImplementedError, match="combine would need 2147483648 thread blocks"):
-        steps.Step(plan, "combine", b"", 2**31)
+        steps.Step(plan, b"", 2**31)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**12), st.integers(0, 10**9))
@@ -283,7 +214,7 @@ def test_sections_are_whole(gpu_side, heads, head_bytes, l2_bytes):
 def test_more_leading_axes_run_in_turn(gpu_side):
     cupy, _, launch = gpu_side
     problem = problem_of(dim=8, dim_v=8, length=4, batch=(2, 2, 1, 3, 2), num_heads=1)
-    q, k, v, out, lse = _arrays(cupy, problem)
+    q, k, v, out, lse = arrays_of(cupy, problem)
     k = cupy.broadcast_to(k[:1], k.shape)
     launch.log.clear()
     launch.forward(problem, q, k, v, out, lse)
@@ -305,7 +236,7 @@ def test_more_leading_axes_run_in_turn(gpu_side):
 def test_backward_launches_what_is_needed(gpu_side, need):
     cupy, _, launch = gpu_side
     problem = problem_of(dim=8, dim_v=16, length=64)
-    q, k, v, out, lse = _arrays(cupy, problem)
+    q, k, v, out, lse = arrays_of(cupy, problem)
     dq, dk, dv = (
         cupy.ndarray(x.shape, x.dtype) if need >> n & 1 else None for n, x in enumerate((q, k, v))
     )
@@ -328,21 +259,30 @@ def test_narrow_rows_are_packed_where_it_pays(gpu_side):
     cupy, _, launch = gpu_side
     for length, copies in ((64, False), (1024, True)):
         problem = problem_of(dim=20, dim_v=24, length=length)
-        q, k, v, out, lse = _arrays(cupy, problem)
+        q, k, v, out, lse = arrays_of(cupy, problem)
         for _ in range(2):  # prepared, then found
-            launch.log.clear()
-            launch.forward(problem, q, k, v, out, lse)
-            ((plan, _, fields),) = launch.log
-            assert (fields["q"] != q.data.ptr) == copies and fields["v"] == v.data.ptr
-            assert plan["kCopyBytes"] == (16 if copies else 8)
-            assert fields["q_strides"][4] == (24 if copies else 20)
+            for tile in (None, TILE):
+                launch.log.clear()
+                launch.forward(problem, q, k, v, out, lse, tile)
+                ((plan, _, fields),) = launch.log
+                assert fields["v"] == v.data.ptr
+                if plan.kernel == "fwd_sm90":  # packed rows begin on 16 bytes: a map describes them
+                    assert copies and tile is None
+                    shape, strides, start = mapped(fields["q_map"])
+                    assert start != q.data.ptr and strides[-2] == 48 and shape[-1] == 20
+                    assert mapped(fields["v_map"])[2] == v.data.ptr
+                    continue
+                assert tile is TILE or not copies
+                assert (fields["q"] != q.data.ptr) == copies
+                assert plan["kCopyBytes"] == (16 if copies else 8)
+                assert fields["q_strides"][4] == (24 if copies else 20)
 
 
 def test_alignment_is_part_of_what_calls_share(gpu_side):
     """Bug 227: two calls that differ only in where their arrays begin, in both orders."""
     cupy, steps, launch = gpu_side
     problem = problem_of(dim=8, dim_v=8, length=16, num_heads=1)
-    q, k, v, out, lse = _arrays(cupy, problem)
+    q, k, v, out, lse = arrays_of(cupy, problem)
     room = np.zeros(q.size + 64, np.float16)
     first = -(room.__array_interface__["data"][0] // 2) % 8  # the first element on 16 bytes
     even, odd = (q.view_of(room[n : n + q.size].reshape(q.shape)) for n in (first, first + 1))
@@ -352,8 +292,8 @@ def test_alignment_is_part_of_what_calls_share(gpu_side):
         for shifted in (*order, *order):
             launch.log.clear()
             launch.forward(problem, shifted, k, v, out, lse)
-            widths.append(launch.log[0][0]["kCopyBytes"])
-        assert widths == 2 * [16 if shifted is even else 0 for shifted in order]
+            widths.append(dict(launch.log[0][0].constants).get("kCopyBytes", "boxes"))
+        assert widths == 2 * ["boxes" if shifted is even else 0 for shifted in order]
 
 
 def test_preparations_are_bounded_and_shared_by_threads(gpu_side, monkeypatch):
@@ -397,20 +337,26 @@ def test_merge_of_parts_with_any_strides(gpu_side, dtype):
 
 
 def test_explain_says_what_would_run(gpu_side):
-    cupy, _, launch = gpu_side
+    cupy, steps, launch = gpu_side
     for batch in ((2,), (3, 2, 1, 2), ()):
         problem = problem_of(dim=20, dim_v=24, length=1024, batch=batch, band=Band(-1024, 0))
-        q, k, v, *_ = _arrays(cupy, problem)
+        q, k, v, *_ = arrays_of(cupy, problem)
         told = launch.explain(problem, q, k, v)
         assert isinstance(told, Explanation) and told.packed == ("q", "k")
-        assert "copied     q, k" in str(told) and "16 bytes at a time" in str(told)
+        assert "copied     q, k" in str(told)
+        if len(batch) > 2:  # launches of three leading axes
+            assert "16 bytes at a time" in str(told) and "not        sm90: 3 leading" in str(told)
+        else:
+            assert "sm90 family" in str(told) and "through tensor maps" in str(told)
+            assert "warps that load" in str(told)
     small = problem_of(dim=1, dim_v=1, length=4)
-    told = str(launch.explain(small, *_arrays(cupy, small)[:3]))
+    told = str(launch.explain(small, *arrays_of(cupy, small)[:3]))
     assert "reads      single elements" in told and "portable family on a GPU" in told
+    assert "not        sm90: tensor maps cannot describe the inputs: q: " in told
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "device_facts", lambda device_id: device_of(75))
+        patch.setattr(steps, "device_facts", lambda device_id: device_of(75))
         wide = problem_of("float64", 256, 256)
-        told = str(launch.explain(wide, *_arrays(cupy, wide)[:3]))
+        told = str(launch.explain(wide, *arrays_of(cupy, wide)[:3]))
         assert "reads      single elements, where they are used" in told
     empty = problem_of(batch=(0, 1, 1, 1), band=Band(-128, 0))
-    assert "constant" in launch.explain(empty, *_arrays(cupy, empty)[:3])
+    assert "constant" in launch.explain(empty, *arrays_of(cupy, empty)[:3])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash import families, jit, params, source
+from cuflash import families, jit, params, source, tensormap
 from cuflash.families import Access, Device, choose, device_of, portable
 from cuflash.families.portable import Tile
 from cuflash.plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
@@ -56,8 +56,11 @@ def _offsets(table):
     values = [value for _, _, value, _ in places]
     maps, values = b"".join(values[: layout.num_maps]), values[layout.num_maps :]
     count = layout.num_pointers
-    packed = layout.scalar(layout.rest(*values[count:]), *values[:count], maps=maps)
-    pieces = bytes(packed.tobytes())
+    room = layout.room(layout.rest(*values[count:]))
+    room.point(*values[:count])
+    for number in range(layout.num_maps):
+        room.write_map(number, number, maps[128 * number : 128 * (number + 1)])
+    pieces = room.struct.raw
     offsets = [pieces.index(piece) for _, n, _, piece in places if n == 0]
     return dict(zip((name for name, _ in params.TABLES[table]), offsets, strict=True))
 
@@ -173,15 +176,21 @@ def test_devices():
 
 def test_choose_takes_the_first_that_does_not_reject(monkeypatch):
     class Fast:
-        NAME = "fast"
-        reject = staticmethod(lambda problem, device: "it needs something else")
+        NAME, DIRECTIONS, Tile = "fast", ("forward",), int
+        reject = staticmethod(lambda problem, device, access: "it needs something else")
 
     monkeypatch.setattr(families, "families", lambda: (Fast, portable))
-    assert choose(problem_of(), HOPPER) == (portable, [("fast", "it needs something else")])
+    access = Access(16, 16)
+    facts = (problem_of(), HOPPER, access)
+    assert choose(*facts, "forward") == (portable, [("fast", "it needs something else")])
+    assert choose(*facts, "backward") == (portable, [("fast", "it has no backward kernel")])
+    assert choose(*facts, "forward", Tile(64, 64, 4, 1)) == (portable, [])
+    with pytest.raises(NotImplementedError, match="no kernel .*fast: it needs something else$"):
+        choose(*facts, "forward", 5)
     old = Device(70, 96 * 1024, 96 * 1024, 80)
     message = "fast: it needs something else; portable: it needs compute capability 7.5.* 7.0"
     with pytest.raises(NotImplementedError, match=message):
-        choose(problem_of(), old)
+        choose(problem_of(), old, access, "forward")
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 100))
@@ -309,13 +318,21 @@ def test_numbers_of_a_call_do_not_make_a_new_kernel():
 # tuning -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tuning_tries_tiles_that_the_kernels_take(compiles, dtype, direction):
+_TUNED = [("sm_80", "portable", *both) for both in itertools.product(("fwd", "bwd"), DTYPES)]
+_TUNED += [("sm_90a", "sm90", "fwd", "float16"), ("sm_90a", "portable", "fwd", "float16")]
+
+
+@pytest.mark.parametrize("arch, family, direction, dtype", _TUNED)
+def test_tuning_tries_tiles_that_the_kernels_take(
+    compiles, monkeypatch, arch, family, direction, dtype
+):
     """The table's rows come first; a printed row is the tile again; nothing is tried twice."""
     tune = pytest.importorskip("bench.tune")
-    options = ["--dtype", dtype, "--direction", direction, "--head-dim", "96", "--arch", "sm_80"]
+    monkeypatch.setattr(tensormap, "missing", lambda: None)
+    options = ["--dtype", dtype, "--direction", direction, "--head-dim", "96", "--arch", arch]
+    options += [] if family == "sm90" else ["--family", family]
     setting = tune._setting(tune._parser().parse_args(options), None)
+    assert setting.family.NAME == family
     rows = tune.candidates(setting)
     assert rows[0].from_table and any(not row.from_table for row in rows)
     assert len({row.plan for row in rows}) == len(rows)
@@ -323,4 +340,7 @@ def test_tuning_tries_tiles_that_the_kernels_take(compiles, dtype, direction):
         assert row.plan == setting.plan(row.tile)
         assert row.plan.smem_bytes <= setting.device.smem_per_block
         printed = tune.render(setting, row)
-        assert eval(printed.split("#")[0].strip(" ,"), {"Tile": Tile}) == row.tile
+        assert eval(printed.split("#")[0].strip(" ,"), {"Tile": setting.family.Tile}) == row.tile
+    with pytest.raises(ValueError, match="--family sm90: "):
+        backward = ["--direction", "bwd", "--family", "sm90"]
+        tune._setting(tune._parser().parse_args([*options[:6], *backward]), None)

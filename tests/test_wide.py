@@ -22,21 +22,21 @@ def shared_memory_of(capability):
     """Kernels are those that a GPU with the shared memory of `capability` would run. Gives a
     function that tells whether one of them has read its inputs where they lie.
     """
-    from cuflash import launch, launch_backward, launch_steps
+    from cuflash import launch_steps
 
     def facts(device_id):
-        return replace(launch_steps.device_facts(device_id), smem_per_block=room)
+        return replace(device_facts(device_id), smem_per_block=room)
 
     def direct():
-        made = (steps for steps, _ in launch_steps._prepared.values())
-        return any(getattr(step, "main", step).plan["kDirect"] for step in made)
+        steps = [getattr(first, "main", first) for first, *_ in launch_steps._prepared.values()]
+        return any(dict(step.plan.constants).get("kDirect") for step in steps)
 
+    device_facts = launch_steps.device_facts
     room = device_of(capability).smem_per_block
     launch_steps._prepared.clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (launch, launch_backward):
-                patch.setattr(module, "device_facts", facts)
+            patch.setattr(launch_steps, "device_facts", facts)
             yield direct
     finally:
         launch_steps._prepared.clear()

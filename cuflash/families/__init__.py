@@ -59,17 +59,21 @@ class Access:
 
     load_bytes: int  # widest piece (16, 8 or 4) at which every row of the inputs starts; 0: any
     store_bytes: int  # 16, or 0 for any strides
+    unmapped: str | None = None  # why no tensor maps describe q, k and v; None: they do
 
 
 def families():
-    """The family modules, fastest first."""
-    from . import portable
+    """The family modules, fastest first. Each has a NAME, its DIRECTIONS, a class Tile, reject and
+    for each direction a function that makes the plan.
+    """
+    from . import portable, sm90
 
-    return (portable,)
+    return (sm90, portable)
 
 
-def choose(problem, device: Device):
-    """The first family that can run ``problem``, and why the ones before it cannot.
+def choose(problem, device: Device, access: Access, direction: str, tile=None):
+    """The first family that can run ``problem`` forward or backward, and why the ones before it
+    cannot. A tile asks for the family that it belongs to.
 
     Returns
     -------
@@ -82,7 +86,12 @@ def choose(problem, device: Device):
     """
     rejections = []
     for family in families():
-        reason = family.reject(problem, device)
+        if tile is not None and not isinstance(tile, family.Tile):
+            continue
+        if direction in family.DIRECTIONS:
+            reason = family.reject(problem, device, access)
+        else:
+            reason = f"it has no {direction} kernel"
         if reason is None:
             return family, rejections
         rejections.append((family.NAME, reason))

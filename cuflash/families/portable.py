@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
 
 NAME = "portable"
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ BACKWARD_TILES = {
 }
 
 
-def reject(problem, device) -> str | None:
+def reject(problem, device, access) -> str | None:
     """Why this family cannot run the problem, or None."""
     if device.capability < 75:
         return f"it needs compute capability 7.5, the device has {device.capability / 10}"

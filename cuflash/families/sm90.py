@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..plan import CPP_TYPES, Plan, round_up, tile_bytes
 
 NAME = "sm90"
+DIRECTIONS = ("forward",)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
 
 
-def reject(problem, device) -> str | None:
+def reject(problem, device, access) -> str | None:
     """Why this family cannot run the problem, or None."""
     if device.capability != 90:
         return f"it needs compute capability 9.0, the device has {device.capability / 10}"
@@ -44,7 +45,17 @@ def reject(problem, device) -> str | None:
         return f"it multiplies 16-bit types, not {problem.dtype}"
     if len(problem.batch) > MAX_BATCH_DIMS:
         return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
+    if problem.num_heads >= 2**31:
+        return f"{problem.num_heads} heads: the coordinates of a tensor map have 31 bits"
+    if access.unmapped is not None:
+        return f"tensor maps cannot describe the inputs: {access.unmapped}"
     return None
+
+
+def forward_tile(problem) -> Tile:
+    """The table's tile for a problem."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
 
 
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
@@ -60,12 +71,15 @@ def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     return max(q, round_up(out, 1024)) + ring + barriers, True
 
 
-def forward_plan(problem, device, access, *, dynamic: bool, tile: Tile | None = None) -> Plan:
-    """The plan of fwd_sm90.cu."""
+def forward_plan(
+    problem, device, access, *, dynamic: bool | None = None, tile: Tile | None = None
+) -> Plan:
+    """The plan of fwd_sm90.cu. ``dynamic``: whether blocks draw their work from a counter; as a
+    rule where pieces differ, which is with a band.
+    """
+    dynamic = problem.band is not None if dynamic is None else dynamic
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-    if tile is None:
-        widest = max(head_dim, head_dim_v)
-        tile = FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
+    tile = forward_tile(problem) if tile is None else tile
     smem, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
