@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan import CPP_TYPES, Plan, round_up
+from .sm90 import NAME, reject
+
+__all__ = ["BACKWARD_TILES", "DIRECTIONS", "NAME", "Tile", "backward_plan", "reject"]
+
+DIRECTIONS = ("backward",)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ def backward_smem(head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool) -> 
 
 def backward_plan(
     problem,
+    device,
     access,
     *,
     need_dq: bool,
