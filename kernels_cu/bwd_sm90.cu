@@ -46,6 +46,7 @@ struct KeyOwner : Consumer {
                                       matrix_descriptor(smem.q(ring.stage), 0), kQueryPanel);
         wgmma_commit_group();
         mbarrier_wait(smem.dout_full(ring.stage), ring.phase);
+        wgmma_fence();
         multiply_rows<Plan::kHeadDimV>(dp, matrix_descriptor(smem.v() + rows, 0), kKeyPanel,
                                        matrix_descriptor(smem.dout(ring.stage), 0), kQueryPanel);
         wgmma_commit_group();
