@@ -65,7 +65,7 @@ struct KeyOwner : Consumer {
     }
     __device__ __forceinline__ void start_dq(QueryGrad& dq) const {
         const u32 ds = smem.ds(ring.stage) + (kDqByRows ? warpgroup * 64 * kPanelBytes : 0);
-        const u32 k = smem.k() + (kDqByRows ? 0 : warpgroup * kKeyPanel);
+        const u32 k = smem.k() + (kDqParts == 2 && !kDqByRows ? warpgroup * kKeyPanel : 0);
         multiply_keys(dq, matrix_descriptor(ds, 0), matrix_descriptor(k, kKeyPanel));
         wgmma_commit_group();
     }
@@ -94,19 +94,14 @@ struct KeyOwner : Consumer {
         if constexpr (Plan::kNeedDq) {
             fence_proxy_async();
             consumers_sync();
-            if (kDqParts == 2 || warpgroup == 0) {
-                QueryGrad dq;
-                start_dq(dq);
-                wgmma_wait_group<1>();
-                release(smem.dout_empty(ring.stage));
-                start_dk(dk, ds);
-                wgmma_wait_group<1>();
-                hand_over(dq, warpgroup);
-            } else {
-                wgmma_wait_group<0>();
-                release(smem.dout_empty(ring.stage));
-                start_dk(dk, ds);
-            }
+            QueryGrad dq;
+            start_dq(dq);
+            wgmma_wait_group<1>();
+            release(smem.dout_empty(ring.stage));
+            start_dk(dk, ds);
+            wgmma_wait_group<1>();
+            // Where dQ is a single part, both compute it and one adds it.
+            if (kDqParts == 2 || __any_sync(kFullWarp, warpgroup == 0)) hand_over(dq, warpgroup);
         } else {
             start_dk(dk, ds);
             wgmma_wait_group<1>();
