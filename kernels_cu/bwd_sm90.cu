@@ -42,31 +42,31 @@ struct KeyOwner : Consumer {
         const u32 rows = warpgroup * 64 * kPanelBytes;
         mbarrier_wait(smem.q_full(ring.stage), ring.phase);
         wgmma_fence();
-        multiply_rows<Plan::kHeadDim>(s, matrix_descriptor(smem.k() + rows, 0), kKeyPanel,
-                                      matrix_descriptor(smem.q(ring.stage), 0), kQueryPanel);
+        multiply_rows<Plan::kHeadDim>(s, descriptor(smem.k() + rows), kKeyPanel,
+                                      descriptor(smem.q(ring.stage)), kQueryPanel);
         wgmma_commit_group();
         mbarrier_wait(smem.dout_full(ring.stage), ring.phase);
         wgmma_fence();
-        multiply_rows<Plan::kHeadDimV>(dp, matrix_descriptor(smem.v() + rows, 0), kKeyPanel,
-                                       matrix_descriptor(smem.dout(ring.stage), 0), kQueryPanel);
+        multiply_rows<Plan::kHeadDimV>(dp, descriptor(smem.v() + rows), kKeyPanel,
+                                       descriptor(smem.dout(ring.stage)), kQueryPanel);
         wgmma_commit_group();
     }
     __device__ __forceinline__ void start_dv(ValueGrad& dv, const Weights& weights) const {
         if constexpr (Plan::kNeedDkv) {
             wgmma_fence();
-            multiply_queries(dv, weights, matrix_descriptor(smem.dout(ring.stage), kQueryPanel));
+            multiply_queries(dv, weights, descriptor(smem.dout(ring.stage), kQueryPanel));
         }
         wgmma_commit_group();
     }
     __device__ __forceinline__ void start_dk(KeyGrad& dk, const Weights& ds) const {
         if constexpr (Plan::kNeedDkv)
-            multiply_queries(dk, ds, matrix_descriptor(smem.q(ring.stage), kQueryPanel));
+            multiply_queries(dk, ds, descriptor(smem.q(ring.stage), kQueryPanel));
         wgmma_commit_group();
     }
     __device__ __forceinline__ void start_dq(QueryGrad& dq) const {
         const u32 ds = smem.ds(ring.stage) + (kDqByRows ? warpgroup * 64 * kPanelBytes : 0);
         const u32 k = smem.k() + (kDqParts == 2 && !kDqByRows ? warpgroup * kKeyPanel : 0);
-        multiply_keys(dq, matrix_descriptor(ds, 0), matrix_descriptor(k, kKeyPanel));
+        multiply_keys(dq, descriptor(ds), descriptor(k, kKeyPanel));
         wgmma_commit_group();
     }
 
@@ -88,8 +88,7 @@ struct KeyOwner : Consumer {
             to_ds<kMasked>(dp, s, m, ring.stage);
             round_to(ds, dp);
         }
-        if constexpr (Plan::kNeedDq)
-            store_ds(ds, smem.ds(ring.stage) + warpgroup * kQueryPanel);
+        if constexpr (Plan::kNeedDq) store_ds(ds, smem.ds(ring.stage) + warpgroup * kQueryPanel);
         start_dv(dv, weights);
         if constexpr (Plan::kNeedDq) {
             fence_proxy_async();
@@ -113,34 +112,33 @@ struct KeyOwner : Consumer {
         ring.next();
     }
 
-    __device__ __forceinline__ void finish(KeyGrad& dk, ValueGrad& dv, const BlockRange& range) {
-        if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries(range);
+    __device__ __forceinline__ void finish(KeyGrad& dk, ValueGrad& dv) {
+        if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();
         if constexpr (Plan::kNeedDkv) {
             consumers_sync();  // nobody reads k and v any more
-            store_dk(dk, smem.k() + warpgroup * (kKBytes / 2), range);
-            store_dv(dv, smem.v() + warpgroup * (kVBytes / 2), range);
+            store_dk(dk, smem.k() + warpgroup * (kKBytes / 2));
+            store_dv(dv, smem.v() + warpgroup * (kVBytes / 2));
         }
     }
 
     __device__ __forceinline__ void run() {
-        const Walk walk(p, work);
         KeyGrad dk;
         ValueGrad dv;
         dk.fill(0);
         dv.fill(0);
+        Walk walk(p, smem, work);
         if (walk.left > 0) {
             mbarrier_wait(smem.k_full(), 0);
             if constexpr (Plan::kBand) find_in_k();
             mbarrier_wait(smem.v_full(), 0);
         }
-        int m = walk.start;
-        for (int left = walk.left; left > 0; --left, m = walk.next(m)) {
-            if ((Plan::kBand || Plan::kTail) && walk.masked(m))
-                step<Plan::kBand || Plan::kTail>(dk, dv, m);
+        for (; walk.left > 0; walk.next()) {
+            if (walk.masked())
+                step<Plan::kBand || Plan::kTail>(dk, dv, walk.m);
             else
-                step<false>(dk, dv, m);
+                step<false>(dk, dv, walk.m);
         }
-        finish(dk, dv, walk.range);
+        finish(dk, dv);
     }
 };
 

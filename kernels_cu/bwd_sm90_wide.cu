@@ -37,8 +37,8 @@ struct Half : Consumer {
     Cursor<Plan::kStagesV> dout;
 
     __device__ __forceinline__ void start_dq(QueryGrad& dq, int part) const {
-        multiply_keys(dq, matrix_descriptor(smem.ds(0), 0),
-                      matrix_descriptor(smem.k() + part * kKeyPanel, kKeyPanel));
+        multiply_keys(dq, descriptor(smem.ds(0)),
+                      descriptor(smem.k() + part * kKeyPanel, kKeyPanel));
         wgmma_commit_group();
     }
     __device__ __forceinline__ u32 exchange() const { return smem.exchange() + thread * 16; }
@@ -48,15 +48,15 @@ struct Half : Consumer {
 struct WeightHalf : Half {
     // S^T of the block at `at`, started. The caller has waited for it.
     __device__ __forceinline__ void start_scores(Scores& s, int stage) const {
-        multiply_rows<Plan::kHeadDim>(s, matrix_descriptor(smem.k(), 0), kKeyPanel,
-                                      matrix_descriptor(smem.q(stage), 0), kQueryPanel);
+        multiply_rows<Plan::kHeadDim>(s, descriptor(smem.k()), kKeyPanel, descriptor(smem.q(stage)),
+                                      kQueryPanel);
         wgmma_commit_group();
     }
     __device__ __forceinline__ void send(const Scores& s) const {
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n)
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                             exchange() + n * kWarpgroupSize * 16),
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(exchange() +
+                                                                          n * kWarpgroupSize * 16),
                          "f"(s.x[0][n][0]), "f"(s.x[0][n][1]), "f"(s.x[0][n][2]), "f"(s.x[0][n][3])
                          : "memory");
         barrier_arrive<kWeightsFull, kConsumerThreads>();
@@ -77,7 +77,7 @@ struct WeightHalf : Half {
         mbarrier_wait(smem.q_full(next.stage), next.phase);
         wgmma_fence();
         if constexpr (Plan::kNeedDkv)
-            multiply_queries(dv, weights, matrix_descriptor(smem.dout(dout.stage), kQueryPanel));
+            multiply_queries(dv, weights, descriptor(smem.dout(dout.stage), kQueryPanel));
         wgmma_commit_group();
         start_scores(s, next.stage);
         wgmma_wait_group<1>();
@@ -102,7 +102,7 @@ struct WeightHalf : Half {
     }
 
     __device__ __forceinline__ void run() {
-        const Walk walk(p, work);
+        Walk walk(p, smem, work);
         ValueGrad dv;
         dv.fill(0);
         if (walk.left > 0) {
@@ -113,24 +113,23 @@ struct WeightHalf : Half {
             wgmma_fence();
             start_scores(s, 0);
             wgmma_wait_group<0>();
-            int m = walk.start;
-            for (int left = walk.left; left > 0; --left, m = walk.next(m)) {
-                if ((Plan::kBand || Plan::kTail) && walk.masked(m))
-                    step<Plan::kBand || Plan::kTail>(s, dv, m, left == 1);
+            for (; walk.left > 0; walk.next()) {
+                if (walk.masked())
+                    step<Plan::kBand || Plan::kTail>(s, dv, walk.m, walk.left == 1);
                 else
-                    step<false>(s, dv, m, left == 1);
+                    step<false>(s, dv, walk.m, walk.left == 1);
             }
         }
         consumers_sync();  // nobody reads k and v any more
-        if constexpr (Plan::kNeedDkv) store_dv(dv, smem.v(), walk.range);
+        if constexpr (Plan::kNeedDkv) store_dv(dv, smem.v());
     }
 };
 
 // Warpgroup 2.
 struct DsHalf : Half {
     __device__ __forceinline__ void start_dp(Scores& dp, int stage) const {
-        multiply_rows<Plan::kHeadDimV>(dp, matrix_descriptor(smem.v(), 0), kKeyPanel,
-                                       matrix_descriptor(smem.dout(stage), 0), kQueryPanel);
+        multiply_rows<Plan::kHeadDimV>(dp, descriptor(smem.v()), kKeyPanel,
+                                       descriptor(smem.dout(stage)), kQueryPanel);
         wgmma_commit_group();
     }
     // dP^T - delta to dS^T.
@@ -165,7 +164,7 @@ struct DsHalf : Half {
         if constexpr (Plan::kNeedDq) barrier_sync<kOwnDsFull, kWarpgroupSize>();
         wgmma_fence();
         if constexpr (Plan::kNeedDkv)
-            multiply_queries(dk, ds, matrix_descriptor(smem.q(q.stage), kQueryPanel));
+            multiply_queries(dk, ds, descriptor(smem.q(q.stage), kQueryPanel));
         wgmma_commit_group();
         if constexpr (Plan::kNeedDq)
             each_part<1>([&](int part) {
@@ -189,7 +188,7 @@ struct DsHalf : Half {
     }
 
     __device__ __forceinline__ void run() {
-        const Walk walk(p, work);
+        Walk walk(p, smem, work);
         KeyGrad dk;
         dk.fill(0);
         if (walk.left > 0) {
@@ -204,25 +203,28 @@ struct DsHalf : Half {
             wgmma_fence();
             start_dp(dp, 0);
             wgmma_wait_group<0>();
-            int m = walk.start;
-            for (int left = walk.left; left > 0; --left, m = walk.next(m)) {
-                if ((Plan::kBand || Plan::kTail) && walk.masked(m))
-                    step<Plan::kBand || Plan::kTail>(dp, dk, m, left == 1);
+            for (; walk.left > 0; walk.next()) {
+                if (walk.masked())
+                    step<Plan::kBand || Plan::kTail>(dp, dk, walk.m, walk.left == 1);
                 else
-                    step<false>(dp, dk, m, left == 1);
+                    step<false>(dp, dk, walk.m, walk.left == 1);
             }
         }
         consumers_sync();  // nobody reads k and v any more
-        if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries(walk.range);
-        if constexpr (Plan::kNeedDkv) store_dk(dk, smem.k(), walk.range);
+        if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();
+        if constexpr (Plan::kNeedDkv) store_dk(dk, smem.k());
     }
 };
 
 extern "C" __global__ void __launch_bounds__(kConsumerThreads + kWarpgroupSize, 1)
     bwd_sm90_wide(const __grid_constant__ Params p) {
     run_block(p, [&](const Shared& smem, const Work<1>& work, int warpgroup) {
-        const Consumer consumer{
-            p, smem, work, warpgroup, int(threadIdx.x) % kWarpgroupSize, work.block * Plan::kBlockN};
+        const Consumer consumer{p,
+                                smem,
+                                work,
+                                warpgroup,
+                                int(threadIdx.x) % kWarpgroupSize,
+                                work.block * Plan::kBlockN};
         if (warpgroup == 0)
             WeightHalf{{consumer}}.run();
         else

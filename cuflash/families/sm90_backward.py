@@ -58,7 +58,7 @@ def backward_smem(head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool) -> 
     dq = 2 * 64 * 4 * (head_dim if tile.block_m == 128 else 64) if need_dq else 0
     stats = 4 * tile.block_m * (2 * tile.stages + tile.stages_v)
     barriers = 8 * (6 + 2 * (tile.stages + tile.stages_v))
-    return keys + queries + ds + exchange + dq + stats + barriers + 1024
+    return keys + queries + ds + exchange + dq + stats + barriers + 16 + 1024
 
 
 def backward_plan(

@@ -16,7 +16,9 @@ struct Consumer {
     u32 k_phase = 0;
     u32 dq_phase = 1;
 
-    __device__ __forceinline__ int all_thread() const { return warpgroup * kWarpgroupSize + thread; }
+    __device__ __forceinline__ int all_thread() const {
+        return warpgroup * kWarpgroupSize + thread;
+    }
     __device__ __forceinline__ int warp_row() const { return thread / kWarpSize * 16; }
     __device__ __forceinline__ void release(u32 barrier) const {
         __syncwarp();
@@ -46,7 +48,8 @@ struct Consumer {
     }
     // S^T to P^T.
     template <bool kMasked>
-    __device__ __forceinline__ void to_weights(Scores& s, int m, int stage, bool any_refined) const {
+    __device__ __forceinline__ void to_weights(Scores& s, int m, int stage,
+                                               bool any_refined) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if (any_refined)
             with_stats(s, smem.row_max(stage), [](float& x, float row_max) { x -= row_max; });
@@ -161,22 +164,22 @@ struct Consumer {
     // What the zeros have kept out of 16 rows of dk or dv, for the queries that see a key.
     template <bool kWeight, class Tile>
     __device__ __forceinline__ void restore_keys(const Tile& tile, const void* array,
-                                                 const Strides& strides, i32 dim,
-                                                 const BlockRange& range) const {
+                                                 const Strides& strides, i32 dim) const {
+        const BlockRange range = smem.range().get();
         const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
         for (u32 head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
             const Rows<const T> rows(
                 head_start<const T>(array, strides, p.batch_sizes, work.batch, head), strides,
                 p.seqlen_q, dim);
             restore_nonfinite<kWeight>(tile, first_key + warp_row(), rows,
-                                       range.begin * Plan::kBlockM,
-                                       range.end * Plan::kBlockM,
+                                       range.begin * Plan::kBlockM, range.end * Plan::kBlockM,
                                        [&](int j, int i) { return visible.transposed(j, i); });
         }
         __syncwarp();
     }
     // The same for dq. NaN plus anything is NaN, so these additions need no turn.
-    __device__ __forceinline__ void restore_queries(const BlockRange& range) const {
+    __device__ __forceinline__ void restore_queries() const {
+        const BlockRange range = smem.range().get();
         const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
         const Rows<const T> keys(
             head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
@@ -216,30 +219,31 @@ struct Consumer {
         store_tile<Plan::kStoreBytes, kWarpSize>(tile, Rows<T>(start, strides, p.seqlen_k, dim),
                                                  first_key + warp_row(), lane_id());
     }
-    __device__ __forceinline__ void store_dk(KeyGrad& dk, u32 to, const BlockRange& range) const {
+    __device__ __forceinline__ void store_dk(KeyGrad& dk, u32 to) const {
         const float scale = float(p.scale);
         dk.for_each(0, 0, [&](float& x, int, int) { x *= scale; });
         store(dk, to, p.dk, p.dk_strides, p.head_dim, [&](const auto& tile) {
             if (Plan::kBand && (dirty & kDirtyQ))
-                restore_keys<false>(tile, p.q, p.q_strides, p.head_dim, range);
+                restore_keys<false>(tile, p.q, p.q_strides, p.head_dim);
         });
     }
-    __device__ __forceinline__ void store_dv(const ValueGrad& dv, u32 to,
-                                             const BlockRange& range) const {
+    __device__ __forceinline__ void store_dv(const ValueGrad& dv, u32 to) const {
         store(dv, to, p.dv, p.dv_strides, p.head_dim_v, [&](const auto& tile) {
             if (Plan::kBand && (dirty & kDirtyDout))
-                restore_keys<true>(tile, p.dout, p.dout_strides, p.head_dim_v, range);
+                restore_keys<true>(tile, p.dout, p.dout_strides, p.head_dim_v);
         });
     }
 };
 
 // The block's threads to their roles; consume(smem, work, warpgroup of the consumers).
-template <class Consume> __device__ __forceinline__ void run_block(const Params& p, Consume consume) {
+template <class Consume>
+__device__ __forceinline__ void run_block(const Params& p, Consume consume) {
     extern __shared__ __align__(1024) unsigned char dynamic_smem[];
     const Shared smem{(smem_address(dynamic_smem) + 1023) / 1024 * 1024};
     const Work<1> work = work_of(p, take_ticket<kOrdered>(p.ticket, smem.base));
     if (threadIdx.x == 0) {
         smem.init();
+        smem.range().set(queries_of(p, work));
         prefetch_tensormap(p.q_map);
         prefetch_tensormap(p.k_map);
         prefetch_tensormap(p.v_map);

@@ -79,7 +79,7 @@ inline constexpr int kStatsBegin = kDqBegin + 2 * kDqBytes;
 inline constexpr int kDeltaBegin = kStatsBegin + Plan::kStages * 2 * kRowBytes;
 inline constexpr int kBarriers = kDeltaBegin + Plan::kStagesV * kRowBytes;
 inline constexpr int kNumBarriers = 6 + 2 * (Plan::kStages + Plan::kStagesV);
-static_assert(kBarriers + 8 * kNumBarriers + 1024 == Plan::kSmemBytes,
+static_assert(kBarriers + 8 * kNumBarriers + 16 + 1024 == Plan::kSmemBytes,
               "families/sm90_backward.py's sum is this one");
 
 // 64 keys of a warpgroup and the block's queries.
@@ -129,6 +129,10 @@ struct Shared {
     __device__ __forceinline__ u32 dout_empty(int stage) const {
         return barrier(6 + 2 * Plan::kStages + Plan::kStagesV + stage);
     }
+    // The blocks of queries that see the block's keys: for all threads, registers are full.
+    __device__ __forceinline__ SharedValue<BlockRange> range() const {
+        return {barrier(kNumBarriers)};
+    }
     __device__ __forceinline__ void init() const {
         for (int n = 0; n < 6; ++n) mbarrier_init(barrier(n), n == 2 || n == 3 ? 4 : 1);
         for (int n = 0; n < Plan::kStages; ++n) {
@@ -158,58 +162,90 @@ __device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
     return work;
 }
 
-// The blocks of queries that see a block of keys, in the order in which it meets them, once for
-// each query head of the group.
-struct Walk {
-    BlockRange range;
-    int start;
-    int left;  // steps over all heads
+// The blocks of queries that see a block of keys.
+__device__ __forceinline__ BlockRange queries_of(const Params& p, const Work<1>& w) {
+    const int first_key = w.block * Plan::kBlockN;
+    const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
+    BlockRange range = band_range<Plan::kBand>(first_key, last_key, -p.band_hi, -p.band_lo,
+                                               Plan::kBlockM, p.seqlen_q);
+    // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step of the
+    // last block is masked.
+    if (first_key + Plan::kBlockN > p.seqlen_k) range.full_begin = range.full_end = range.end;
+    return range;
+}
 
-    __device__ __forceinline__ Walk(const Params& p, const Work<1>& w) {
-        const int first_key = w.block * Plan::kBlockN;
-        const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
-        range = band_range<Plan::kBand>(first_key, last_key, -p.band_hi, -p.band_lo,
-                                        Plan::kBlockM, p.seqlen_q);
-        // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step of
-        // the last block is masked.
-        if (first_key + Plan::kBlockN > p.seqlen_k)
-            range.full_begin = range.full_end = range.end;
-        start = Plan::kBand ? range.begin : group_start(p, w);
-        left = (range.end - range.begin) * int(p.group);
-    }
-    __device__ __forceinline__ int next(int m) const {
-        return m + 1 == range.end ? range.begin : m + 1;
-    }
-    __device__ __forceinline__ bool masked(int m) const {
-        return (Plan::kBand || Plan::kTail) && (m >= range.full_end || m < range.full_begin);
-    }
+// Tickets without a band: a block's place in its group, and the group's size.
+struct Place {
+    u32 place, size;
+    __device__ __forceinline__ Place(const Params& p, const Work<1>& w)
+        : place(u32(w.block) % p.turn_group),
+          size(min_of(p.turn_group, p.num_blocks - (u32(w.block) - place))) {}
 
-    // The group's size and this block's place in it.
-    static __device__ __forceinline__ u32 group_size(const Params& p, const Work<1>& w) {
-        return min_of(p.turn_group, p.num_blocks - u32(w.block) / p.turn_group * p.turn_group);
-    }
-    static __device__ __forceinline__ int group_start(const Params& p, const Work<1>& w) {
-        const u32 size = group_size(p, w), place = u32(w.block) % p.turn_group;
+    // Where a block starts: places are spread over the blocks of queries.
+    __device__ __forceinline__ int start(const Params& p) const {
         return int(p.num_m_blocks >= size ? place * (p.num_m_blocks / size)
                                           : place * p.num_m_blocks / size);
     }
-    // How many add to block m of queries before this block does: with a band, blocks of keys behind
-    // it; else first those that started latest before m, then round.
-    static __device__ __forceinline__ u32 turn(const Params& p, const Work<1>& w, int m) {
-        if constexpr (Plan::kBand) {
-            const int first = m * Plan::kBlockM;
-            const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
-            return u32(band_range<true>(first, last, p.band_lo, p.band_hi, Plan::kBlockN,
-                                        p.seqlen_k)
-                           .end -
-                       1 - w.block);
-        } else {
-            const u32 size = group_size(p, w), place = u32(w.block) % p.turn_group;
-            const u32 latest = p.num_m_blocks >= size
-                                   ? min_of(u32(m) / (p.num_m_blocks / size), size - 1)
-                                   : (u32(m + 1) * size - 1) / p.num_m_blocks;
-            return u32(w.block) - place + (latest >= place ? latest - place : latest + size - place);
-        }
+    // How many of the group add to block m of queries earlier: those that started latest before m
+    // come first, then round.
+    __device__ __forceinline__ u32 turn(const Params& p, int m) const {
+        const u32 latest = p.num_m_blocks >= size
+                               ? min_of(u32(m) / (p.num_m_blocks / size), size - 1)
+                               : (u32(m + 1) * size - 1) / p.num_m_blocks;
+        return latest >= place ? latest - place : latest + size - place;
+    }
+};
+
+// How many add to block m of queries before this block of keys does: with a band, the blocks of
+// keys behind it.
+__device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, int m) {
+    if constexpr (Plan::kBand) {
+        const int first = m * Plan::kBlockM;
+        const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
+        const BlockRange keys =
+            band_range<true>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k);
+        return u32(keys.end - 1 - w.block);
+    } else {
+        const Place place(p, w);
+        return u32(w.block) - place.place + place.turn(p, m);
+    }
+}
+
+// The order in which a block of keys meets its blocks of queries: from one of them round to where it
+// began, once for each query head of the group.
+struct Walk {
+    const Shared& smem;
+    int m;
+    int left;  // steps over all heads
+
+    __device__ __forceinline__ Walk(const Params& p, const Shared& shared, const Work<1>& w)
+        : smem(shared) {
+        const BlockRange range = smem.range().get();
+        m = Plan::kBand ? range.begin : Place(p, w).start(p);
+        left = (range.end - range.begin) * int(p.group);
+    }
+    __device__ __forceinline__ void next() {
+        const BlockRange range = smem.range().get();
+        m = m + 1 == range.end ? range.begin : m + 1;
+        --left;
+    }
+    __device__ __forceinline__ bool masked() const {
+        if constexpr (!Plan::kBand && !Plan::kTail) return false;
+        const BlockRange range = smem.range().get();
+        return m >= range.full_end || m < range.full_begin;
+    }
+};
+// Counts the heads of a walk.
+struct HeadCounter {
+    int steps, until_next;
+    u32 head;
+
+    __device__ __forceinline__ HeadCounter(const Shared& smem, u32 first) : head(first) {
+        const BlockRange range = smem.range().get();
+        steps = until_next = range.end - range.begin;
+    }
+    __device__ __forceinline__ void next() {
+        if (--until_next == 0) ++head, until_next = steps;
     }
 };
 
@@ -231,14 +267,15 @@ __device__ __forceinline__ void load_k(const Params& p, const Shared& smem, cons
 }
 
 __device__ __forceinline__ void produce(const Params& p, const Shared& smem, const Work<1>& w) {
-    const Walk walk(p, w);
+    Walk walk(p, smem, w);
     if (walk.left == 0) return;
     load_k(p, smem, w);
     Cursor<Plan::kStages> q;
     Cursor<Plan::kStagesV> dout;
-    int m = walk.start, until_next_head = walk.range.end - walk.range.begin;
-    u32 head = w.head * p.group;
-    for (int left = walk.left; left > 0; --left) {
+    HeadCounter heads(smem, w.head * p.group);
+    for (bool first = true; walk.left > 0; walk.next(), heads.next(), first = false) {
+        const int m = walk.m;
+        const u32 head = heads.head;
         const float* stats = static_cast<const float*>(p.stats) +
                              i64(w.batch * p.num_heads + head) * 3 * p.stats_pitch +
                              i64(m) * Plan::kBlockM;
@@ -248,7 +285,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& smem, con
                              m * Plan::kBlockM, head, p, w.batch);
         bulk_load(smem.row_max(q.stage), stats, kRowBytes, smem.q_full(q.stage));
         bulk_load(smem.row_sum(q.stage), stats + p.stats_pitch, kRowBytes, smem.q_full(q.stage));
-        if (left == walk.left) {
+        if (first) {
             mbarrier_arrive_expect_tx(smem.v_full(), kVBytes);
             load_panels<kPanelsV>(smem.v(), kKeyPanel, p.v_map, smem.v_full(),
                                   w.block * Plan::kBlockN, w.head, p, w.batch);
@@ -260,23 +297,20 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& smem, con
         bulk_load(smem.delta(dout.stage), stats + 2 * p.stats_pitch, kRowBytes,
                   smem.dout_full(dout.stage));
         q.next(), dout.next();
-        m = walk.next(m);
-        if (--until_next_head == 0)
-            ++head, until_next_head = walk.range.end - walk.range.begin;
     }
 }
 
 // ---- reducer -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, const Work<1>& w) {
-    const Walk walk(p, w);
     u32 phases[2] = {0, 0};
-    int m = walk.start, until_next_head = walk.range.end - walk.range.begin;
-    u32 head = w.batch * p.num_heads + w.head * p.group;
-    for (int left = walk.left; left > 0; --left) {
-        float* const accum = static_cast<float*>(p.dq_accum) + i64(head) * p.accum_pitch +
+    HeadCounter heads(smem, w.batch * p.num_heads + w.head * p.group);
+    for (Walk walk(p, smem, w); walk.left > 0; walk.next(), heads.next()) {
+        const int m = walk.m;
+        const i64 head = heads.head;
+        float* const accum = static_cast<float*>(p.dq_accum) + head * p.accum_pitch +
                              i64(m) * (Plan::kBlockM / 16 * Plan::kAccumTiles * 128);
-        u32* const flag = static_cast<u32*>(p.flags) + i64(head) * p.num_m_blocks + m;
+        u32* const flag = static_cast<u32*>(p.flags) + head * p.num_m_blocks + m;
 #pragma unroll
         for (int part = 0; part < kDqParts; ++part) {
             const int buffer = part % 2;
@@ -284,9 +318,8 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
             phases[buffer] ^= 1;
             if constexpr (kOrdered)
                 if (part == 0) {
-                    const u32 turn = Walk::turn(p, w, m);
-                    while (load_relaxed(flag) != turn) {
-                    }
+                    const u32 turn = turn_of(p, w, m);
+                    while (load_relaxed(flag) != turn) {}
                 }
             // The rows of a warp, 16 each, are contiguous, and so are all where they are whole.
             constexpr int kPieces = kDqTiles == Plan::kAccumTiles ? 1 : 4;
@@ -306,11 +339,8 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
         mbarrier_arrive(smem.dq_empty((kDqParts - 1) % 2));
         if constexpr (kOrdered) {
             bulk_wait_all();
-            store_release(flag, Walk::turn(p, w, m) + 1);
+            store_release(flag, turn_of(p, w, m) + 1);
         }
-        m = walk.next(m);
-        if (--until_next_head == 0)
-            ++head, until_next_head = walk.range.end - walk.range.begin;
     }
     bulk_wait_all();
 }
@@ -320,12 +350,20 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
 // Named barriers.
 enum : int { kAllConsumers = 1, kWeightsFull, kDsFull, kOwnDsFull };
 
-__device__ __forceinline__ void consumers_sync() { barrier_sync<kAllConsumers, kConsumerThreads>(); }
+__device__ __forceinline__ void consumers_sync() {
+    barrier_sync<kAllConsumers, kConsumerThreads>();
+}
 
 // Flat accumulators, as the products take them.
 template <int kTiles>
 __device__ __forceinline__ float (&flat(Fragment<float, 1, kTiles>& c))[4 * kTiles] {
-    return reinterpret_cast<float(&)[4 * kTiles]>(c.x);
+    return reinterpret_cast<float (&)[4 * kTiles]>(c.x);
+}
+
+// Computed anew each time: descriptors of all steps of all products, kept from one block of queries
+// to the next, would fill the registers.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 panel_bytes = 0) {
+    return matrix_descriptor(u32(opaque(int(address))), panel_bytes);
 }
 
 // c = A B^T over kDepth columns of both.

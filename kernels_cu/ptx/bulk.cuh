@@ -13,10 +13,10 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
 }
 // Adds the floats at shared address `from` to those at `to`, in L2.
 __device__ __forceinline__ void bulk_add(float* to, u32 from, u32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     to),
-                 "r"(from), "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+        "r"(from), "r"(bytes)
+        : "memory");
 }
 // Closes a group of this thread's additions.
 __device__ __forceinline__ void bulk_commit_group() {
