@@ -273,6 +273,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& smem, con
     Cursor<Plan::kStages> q;
     Cursor<Plan::kStagesV> dout;
     HeadCounter heads(smem, w.head * p.group);
+#pragma unroll 1
     for (bool first = true; walk.left > 0; walk.next(), heads.next(), first = false) {
         const int m = walk.m;
         const u32 head = heads.head;
@@ -305,6 +306,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& smem, con
 __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, const Work<1>& w) {
     u32 phases[2] = {0, 0};
     HeadCounter heads(smem, w.batch * p.num_heads + w.head * p.group);
+#pragma unroll 1
     for (Walk walk(p, smem, w); walk.left > 0; walk.next(), heads.next()) {
         const int m = walk.m;
         const i64 head = heads.head;
