@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..plan import CPP_TYPES, Plan, round_up
 from .sm90 import NAME, reject
 
-__all__ = ["BACKWARD_TILES", "DIRECTIONS", "NAME", "Tile", "backward_plan", "reject"]
+__all__ = ["DIRECTIONS", "NAME", "Tile", "backward_plan", "reject", "takes", "tile_of"]
 
 DIRECTIONS = ("backward",)
 
@@ -37,10 +37,22 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 THREADS = 3 * 128
 
 
-def tile_of(head_dim: int, head_dim_v: int) -> Tile:
-    """The tile for two padded head dimensions."""
-    widest = max(head_dim, head_dim_v)
+def tile_of(problem) -> Tile:
+    """The table's tile for a problem."""
+    widest = max(problem.head_dim, problem.head_dim_v)
     return BACKWARD_TILES[min(d for d in BACKWARD_TILES if d >= widest)]
+
+
+def takes(problem, tile: Tile) -> bool:
+    """Whether a kernel has that tile: what the kernels assert, and no more accumulators than there
+    are registers.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if tile.wide:
+        return tile.block_m == tile.block_n == 64
+    if tile.block_n != 128 or tile.stages != 2 or tile.stages_v != 2:
+        return False
+    return widest <= (64 if tile.block_m == 128 else 128)
 
 
 def accum_columns(head_dim: int, tile: Tile) -> int:
@@ -73,7 +85,7 @@ def backward_plan(
 ) -> Plan:
     """The plan of bwd_sm90.cu or bwd_sm90_wide.cu."""
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-    tile = tile or tile_of(head_dim, head_dim_v)
+    tile = tile or tile_of(problem)
     smem = backward_smem(head_dim, head_dim_v, tile, need_dq)
     columns = accum_columns(head_dim, tile)
     tail = problem.seqlen_q % tile.block_m != 0 or problem.seqlen_k % tile.block_n != 0
