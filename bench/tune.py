@@ -26,7 +26,7 @@ import numpy as np
 from cuflash import jit
 from cuflash.ahead import contiguous_accesses
 from cuflash.cli_common import load_cupy
-from cuflash.families import Device, choose, device_of, portable, sm90
+from cuflash.families import Device, choose, device_of, portable, sm90, sm90_backward
 from cuflash.plan import ITEM_BYTES, Plan
 from cuflash.problem import DTYPES, Band, Problem
 
@@ -40,7 +40,12 @@ _TOKENS, _WIDTH = 16384, 2048  # batch * seqlen and heads * head_dim, as in case
 # order and the results' own rounding, but no wrong block.
 _TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6, "float64": 1e-14}
 
-_FAMILIES = {family.NAME: family for family in (sm90, portable)}
+# By name and direction.
+_FAMILIES = {
+    (family.NAME, direction): family
+    for family in (sm90, sm90_backward, portable)
+    for direction in family.DIRECTIONS
+}
 
 # Values of a tile's fields; a field that is not here keeps the value that the table's row has.
 _GRID = {
@@ -50,6 +55,13 @@ _GRID = {
         "stages": (2, 3, 4),
         "fused": (True, False),
         "skip": (True, False),
+    },
+    ("sm90", "bwd"): {
+        "block_m": (64, 128),
+        "block_n": (64, 128),
+        "stages": (1, 2, 3),
+        "stages_v": (1, 2, 3),
+        "wide": (False, True),
     },
     ("portable", "fwd"): {
         "block_m": (32, 64, 128, 256),
@@ -143,7 +155,7 @@ def _parser():
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--head-dim", type=int, default=128, metavar="D")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
-    parser.add_argument("--family", choices=tuple(_FAMILIES), help="(the one that would run)")
+    parser.add_argument("--family", choices=("sm90", "portable"), help="(the one that would run)")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--seqlen", type=int, default=4096, metavar="N", help="(4096)")
     text = "backward: time the sum of dq in any order, not the deterministic one"
@@ -191,10 +203,10 @@ def _setting(args, cupy) -> Setting:
     access = contiguous_accesses(problem, way == "backward")[-1]
     family, _ = choose(problem, device, access, way)
     if args.family and args.family != family.NAME:
-        family = _FAMILIES[args.family]
+        family = _FAMILIES[args.family, way]
         reason = family.reject(problem, device, access)
-        if way not in family.DIRECTIONS or reason is not None:
-            raise ValueError(f"--family {args.family}: {reason or f'it has no {way} kernel'}")
+        if reason is not None:
+            raise ValueError(f"--family {args.family}: {reason}")
     return Setting(case, problem, device, arch, not args.any_order, family)
 
 
@@ -225,6 +237,8 @@ def _listed(setting: Setting) -> tuple:
     """The table's rows for the case."""
     if setting.family is sm90:
         return (sm90.forward_tile(setting.problem),)
+    if setting.family is sm90_backward:
+        return (sm90_backward.tile_of(setting.problem),)
     table = portable.FORWARD_TILES if setting.case.way == "fwd" else portable.BACKWARD_TILES
     item, dim = ITEM_BYTES[setting.case.dtype], setting.case.head_dim
     return next(tiles for (size, most), tiles in table.items() if size == item and dim <= most)
@@ -233,7 +247,7 @@ def _listed(setting: Setting) -> tuple:
 def _grid(setting: Setting, first) -> list:
     values = {field.name: (getattr(first, field.name),) for field in fields(first)}
     values |= _GRID[setting.family.NAME, setting.case.way]
-    if setting.family is sm90:
+    if setting.family is not portable:
         return list(values.values())
     if setting.case.head_dim <= 128 and setting.case.way == "fwd":
         values["slices"] = (1,)
@@ -250,6 +264,8 @@ def _divides(setting: Setting, tile) -> bool:
     """
     if setting.family is sm90:
         return True  # every value of the grid does
+    if setting.family is sm90_backward:
+        return sm90_backward.takes(setting.problem, tile)
     if tile.warps % tile.share != 0:
         return False
     if setting.case.way == "fwd":

@@ -19,6 +19,7 @@ from . import launch_steps as steps
 from .families import choose, portable
 from .launch_steps import BATCH_DIMS, Step
 from .plan import ITEM_BYTES, Plan, round_up
+from .tensormap import Encoder
 
 # Where |lse| is above this, float rounding of lse would cost exp(s - lse) accuracy that the dtype
 # has: backward then computes the row's maximum and sum again (kStats in fwd_portable.cu). Half an
@@ -93,10 +94,8 @@ def _main_step(
     # What the blocks of one key/value head stream through: q, dout and dq_accum of its group.
     row_bytes = (problem.head_dim + problem.head_dim_v) * item + problem.head_dim * max(item, 4)
     query_bytes = problem.group * problem.seqlen_q * row_bytes
-    return Step.of(
-        plan,
-        blocks * plan["kSlices"] * heads,
-        *steps.all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
+    num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
+    values = (
         *steps.shape_values(problem, blocks),
         *steps.section_values(problem, device, heads, query_bytes),
         *steps.band_values(problem),
@@ -104,7 +103,28 @@ def _main_step(
         problem.scale,
         stats_pitch,
         accum_pitch,
-        -(-problem.seqlen_q // plan["kBlockM"]),
+        num_m_blocks,
+    )
+    if plan.params == "backward_sm90":
+        block_m, block_n = plan["kBlockM"], plan["kBlockN"]
+        return Step.of(
+            plan,
+            blocks * heads,
+            *steps.all_strides(problem, a.q, a.k, a.dout, a.dk, a.dv),
+            *values,
+            min(blocks, device.num_sms),  # attn/backward_sm90.cuh: turns
+            encoders=(
+                Encoder(a.q, block_m),
+                Encoder(a.k, block_n),
+                Encoder(a.v, block_n),
+                Encoder(a.dout, block_m),
+            ),
+        )
+    return Step.of(
+        plan,
+        blocks * plan["kSlices"] * heads,
+        *steps.all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
+        *values,
     )
 
 
@@ -145,7 +165,10 @@ def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
     cast = None
     if a.dq is not None:
         cast = _cast_step(problem, main, a.dq, rows, accum_pitch)
-    warps = main["kDqWarpsM"] * main["kDqWarpsD"]
+    # Flags of a block of queries: one where one thread adds all of it.
+    flags = 1
+    if family is portable:
+        flags = main["kSlices"] * main["kDqWarpsM"] * main["kDqWarpsD"]
     return _Backward(
         delta=_delta_step(problem, a, rows, stats_pitch),
         stats=_stats_step(problem, stats, a, rows, stats_pitch),
@@ -154,7 +177,7 @@ def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
         rows=rows,
         stats_pitch=stats_pitch,
         accum_values=rows * accum_pitch,
-        flag_count=rows * main["kSlices"] * num_m_blocks * warps,
+        flag_count=rows * num_m_blocks * flags,
     )
 
 
@@ -217,6 +240,10 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays) -> None:
     dout, q, k, v, out, lse, dlse, dq, dk, dv = steps.starts_of(a)
     kernels.delta.launch(device_id, out, dout, lse, dlse, stats)
     kernels.stats.launch(device_id, q, k, v, 0, lse, stats)
-    kernels.main.launch(device_id, q, k, v, dout, dk, dv, accum, flags, ticket, stats)
+    written = (dk, dv, accum, flags, ticket, stats)
+    if kernels.main.encoders:
+        kernels.main.launch(device_id, q, k, dout, *written, mapped=(q, k, v, dout))
+    else:
+        kernels.main.launch(device_id, q, k, v, dout, *written)
     if kernels.cast is not None:
         kernels.cast.launch(device_id, accum, dq)

@@ -12,7 +12,9 @@ def _registers(first: int, count: int) -> str:
 
 
 def overload(element: str, columns: int, *, a_in_registers: bool, transposed_b: bool) -> str:
-    """``wgmma_<columns>``: c += a b with m = 64 and k = 16 (PTX ISA, wgmma.mma_async).
+    """``wgmma(c, a, b, add)``: c = a b, or c += a b, with m = 64 and k = 16 (PTX ISA,
+    wgmma.mma_async); ``wgmma_transposed`` where both operands are descriptors and the right one is
+    transposed, since their types do not tell.
 
     Parameters
     ----------
@@ -37,8 +39,9 @@ def overload(element: str, columns: int, *, a_in_registers: bool, transposed_b: 
     after = count + (4 if a_in_registers else 1)
     majors = f"{int(transposed_b)}" if a_in_registers else f"0, {int(transposed_b)}"
     outputs = ", ".join(f'"+f"(c[{n}])' for n in range(count))
+    function = "wgmma_transposed" if transposed_b and not a_in_registers else "wgmma"
     return (
-        f"__device__ __forceinline__ void wgmma(float (&c)[{count}], {left}, u64 b, "
+        f"__device__ __forceinline__ void {function}(float (&c)[{count}], {left}, u64 b, "
         f"bool add) {{\n"
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{after + 1}, 0;\\n"\n'
         f'        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{name}.{name} "\n'
@@ -50,7 +53,8 @@ def overload(element: str, columns: int, *, a_in_registers: bool, transposed_b: 
 
 
 def overloads(plan) -> list[str]:
-    """The text of every product in ``plan.products``."""
+    """The text of every product in ``plan.products``, which may name one twice."""
     return [
-        overload(plan["Element"], n, a_in_registers=a, transposed_b=b) for n, a, b in plan.products
+        overload(plan["Element"], n, a_in_registers=a, transposed_b=b)
+        for n, a, b in dict.fromkeys(plan.products)
     ]

@@ -50,6 +50,7 @@ def gpu_side():
     patch.setattr(jit, "attributes", lambda function: {"registers": 128, "local_bytes": 0})
     patch.setattr(tensormap, "missing", lambda: None)
     patch.setattr(launch, "Encoder", Encoder)
+    patch.setattr(backward, "Encoder", Encoder)
     yield cupy, steps, launch
     patch.undo()
     for name in _MODULES:

@@ -243,7 +243,7 @@ def test_backward_launches_what_is_needed(gpu_side, need):
         cupy.ndarray(x.shape, x.dtype) if need >> n & 1 else None for n, x in enumerate((q, k, v))
     )
     launch.log.clear()
-    launch.backward(problem, out, q, k, v, out, lse, lse, dq, dk, dv, True)
+    launch.backward(problem, out, q, k, v, out, lse, lse, dq, dk, dv, True, TILE)
     kernels = {plan.kernel: (plan, fields) for plan, _, fields in launch.log}
     assert ("cast" in kernels) == (dq is not None)
     plan, fields = kernels["bwd_portable"]

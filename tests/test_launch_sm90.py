@@ -9,7 +9,7 @@ from launches import TILE, Encoder, arrays_of, fields_of, gpu_side, mapped  # no
 from test_plan import HOPPER, problem_of
 
 from cuflash import jit, tensormap
-from cuflash.families import Access, sm90
+from cuflash.families import Access, sm90, sm90_backward
 from cuflash.problem import Band
 
 
@@ -138,6 +138,49 @@ def test_a_tile_asks_for_its_family(gpu_side):
     with pytest.raises(NotImplementedError, match="sm90: it multiplies 16-bit types"):
         other = problem_of("float32", length=16)
         launch.forward(other, *arrays_of(cupy, other), sm90.Tile(64, 64, 2))
-    with pytest.raises(NotImplementedError, match="sm90: it has no backward kernel"):
-        q, k, v, out, lse = arrays
-        launch.backward(problem, out, q, k, v, out, lse, None, q, k, v, True, sm90.Tile(64, 64, 2))
+    q, k, v, out, lse = arrays
+    hopper = sm90_backward.Tile(64, 128)
+    for tile, kernel in ((None, "bwd_sm90"), (TILE, "bwd_portable"), (hopper, "bwd_sm90")):
+        launch.log.clear()
+        launch.backward(problem, out, q, k, v, out, lse, None, q, k, v, True, tile)
+        assert launch.log[2][0].kernel == kernel
+
+
+@pytest.mark.parametrize("need", range(1, 8))
+@pytest.mark.parametrize("band", [None, Band(-70, 33)])
+@pytest.mark.parametrize("dim, dim_v", [(72, 40), (64, 64), (136, 200)])
+def test_hopper_backward_passes_the_facts_of_a_call(gpu_side, dim, dim_v, band, need):
+    cupy, _, launch = gpu_side
+    problem = problem_of("bfloat16", dim, dim_v, 700, 20_000, batch=(2, 3), band=band, num_heads=6)
+    problem = replace(problem, num_kv_heads=2)
+    q, k, v, out, lse = arrays_of(cupy, problem)
+    dq, dk, dv = (
+        cupy.ndarray(x.shape, x.dtype) if need >> n & 1 else None for n, x in enumerate((q, k, v))
+    )
+    launch.log.clear()
+    launch.backward(problem, out, q, k, v, out, lse, None, dq, dk, dv, True)
+    kernels = {plan.kernel: (plan, blocks, fields) for plan, blocks, fields in launch.log}
+    plan, blocks, fields = kernels["bwd_sm90_wide" if dim > 128 else "bwd_sm90"]
+    assert plan["kNeedDq"] == (dq is not None) == ("cast" in kernels)
+    assert plan["kNeedDkv"] == (dk is not None or dv is not None)
+    maps = {"q_map": q, "k_map": k, "v_map": v, "dout_map": out}
+    for name, x in maps.items():
+        assert mapped(fields[name]) == (x.shape, x.strides, x.data.ptr)
+    assert [fields[name] for name in ("q", "k", "dout")] == [x.data.ptr for x in (q, k, out)]
+    assert dk is None or fields["dk"] == dk.data.ptr
+    assert dv is None or fields["dv"] == dv.data.ptr
+    assert (fields["dk"] != 0) == (fields["dv"] != 0) == plan["kNeedDkv"]
+    assert (fields["dq_accum"] != 0) == (fields["flags"] != 0) == (dq is not None)
+    assert fields["dq_accum"] % 16 == 0 and fields["stats"] % 16 == 0
+    blocks_of_keys = -(-20_000 // plan["kBlockN"])
+    assert fields["num_blocks"] == blocks_of_keys and blocks == blocks_of_keys * 12
+    assert fields["num_m_blocks"] == -(-700 // plan["kBlockM"])
+    assert fields["stats_pitch"] == kernels["delta"][2]["stats_pitch"]
+    assert fields["stats_pitch"] >= fields["num_m_blocks"] * plan["kBlockM"]
+    # Blocks that wait for each other must all fit the device at once.
+    assert fields["turn_group"] == min(blocks_of_keys, HOPPER.num_sms)
+    if dq is not None:
+        columns = 8 * plan["kAccumTiles"]
+        assert fields["accum_pitch"] == fields["num_m_blocks"] * plan["kBlockM"] * columns
+        assert kernels["cast"][0]["kAccumTiles"] == plan["kAccumTiles"]
+        assert columns >= dim

@@ -319,7 +319,11 @@ def test_numbers_of_a_call_do_not_make_a_new_kernel():
 
 
 _TUNED = [("sm_80", "portable", *both) for both in itertools.product(("fwd", "bwd"), DTYPES)]
-_TUNED += [("sm_90a", "sm90", "fwd", "float16"), ("sm_90a", "portable", "fwd", "float16")]
+_TUNED += [
+    ("sm_90a", "sm90", "fwd", "float16"),
+    ("sm_90a", "sm90", "bwd", "bfloat16"),
+    ("sm_90a", "portable", "fwd", "float16"),
+]
 
 
 @pytest.mark.parametrize("arch, family, direction, dtype", _TUNED)
@@ -341,6 +345,6 @@ def test_tuning_tries_tiles_that_the_kernels_take(
         assert row.plan.smem_bytes <= setting.device.smem_per_block
         printed = tune.render(setting, row)
         assert eval(printed.split("#")[0].strip(" ,"), {"Tile": setting.family.Tile}) == row.tile
-    with pytest.raises(ValueError, match="--family sm90: "):
-        backward = ["--direction", "bwd", "--family", "sm90"]
-        tune._setting(tune._parser().parse_args([*options[:6], *backward]), None)
+    with pytest.raises(ValueError, match="--family sm90: it needs compute capability 9.0"):
+        hopper = ["--arch", "sm_80", "--family", "sm90"]
+        tune._setting(tune._parser().parse_args([*options[:6], *hopper]), None)

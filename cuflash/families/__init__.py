@@ -64,11 +64,12 @@ class Access:
 
 def families():
     """The family modules, fastest first. Each has a NAME, its DIRECTIONS, a class Tile, reject and
-    for each direction a function that makes the plan.
+    for each direction a function that makes the plan. Two modules may be one family, a direction
+    each.
     """
-    from . import portable, sm90
+    from . import portable, sm90, sm90_backward
 
-    return (sm90, portable)
+    return (sm90, sm90_backward, portable)
 
 
 def choose(problem, device: Device, access: Access, direction: str, tile=None):
@@ -84,14 +85,16 @@ def choose(problem, device: Device, access: Access, direction: str, tile=None):
     NotImplementedError
         No family can; the message has every reason.
     """
+    serving = {family.NAME for family in families() if direction in family.DIRECTIONS}
     rejections = []
     for family in families():
         if tile is not None and not isinstance(tile, family.Tile):
             continue
-        if direction in family.DIRECTIONS:
-            reason = family.reject(problem, device, access)
-        else:
-            reason = f"it has no {direction} kernel"
+        if direction not in family.DIRECTIONS:
+            if family.NAME not in serving:
+                rejections.append((family.NAME, f"it has no {direction} kernel"))
+            continue
+        reason = family.reject(problem, device, access)
         if reason is None:
             return family, rejections
         rejections.append((family.NAME, reason))

@@ -42,10 +42,9 @@ __device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const 
         }
 }
 
-// The same for a warp's 16 rows of output, already divided by their sums, in a tile of shared
-// memory: one lane for each row and half of the columns. The caller has made the tile visible to
-// the warp.
-template <class Tile, class T, class Visible>
+// The same for a warp's 16 rows of a result, complete, in a tile of shared memory: one lane for each
+// row and half of the columns. The caller has made the tile visible to the warp.
+template <bool kWeight = true, class Tile, class T, class Visible>
 __device__ __forceinline__ void restore_nonfinite(Tile tile, int row, const Rows<T>& rows,
                                                   int first, int last, Visible visible) {
     static_assert(Tile::kRows == 16, "two lanes a row");
@@ -56,8 +55,8 @@ __device__ __forceinline__ void restore_nonfinite(Tile tile, int row, const Rows
             const T raw = *rows.at(r, d);
             if (!is_nonfinite(raw)) continue;
             using Element = typename Tile::Element;
-            tile.store(lane / 2, d,
-                       from_float<Element>(to_float(tile.load(lane / 2, d)) + to_float(raw)));
+            const auto value = kWeight ? to_float(raw) : to_float(raw) * 0;
+            tile.store(lane / 2, d, from_float<Element>(to_float(tile.load(lane / 2, d)) + value));
         }
     }
 }

@@ -1,0 +1,262 @@
+// What the consumers of Hopper's two backward kernels share: the arithmetic between the products,
+// dQ's and dS^T's way through shared memory, inf and NaN in hidden elements, the results.
+#pragma once
+#include "backward_sm90.cuh"
+
+struct Consumer {
+    const Params& p;
+    const Shared smem;
+    const Work<1> work;
+    const int warpgroup;  // the same in all lanes, as the compiler can tell
+    const int thread;     // of the warpgroup
+    const int first_key;  // of the warpgroup
+    // What held inf or NaN: k; or a masked block of q or dout, where they were replaced by zero.
+    enum Dirty : u32 { kDirtyK = 1, kDirtyQ = 2, kDirtyDout = 4 };
+    u32 dirty = 0;
+    u32 k_phase = 0;
+    u32 dq_phase = 1;
+
+    __device__ __forceinline__ int all_thread() const {
+        return warpgroup * kWarpgroupSize + thread;
+    }
+    __device__ __forceinline__ int warp_row() const { return thread / kWarpSize * 16; }
+    __device__ __forceinline__ void release(u32 barrier) const {
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(barrier);
+    }
+
+    // ---- between the products ----
+
+    // Whether a query of the stage has its statistics relative to its maximum (attn/stats.cuh).
+    __device__ __forceinline__ bool refined(int stage) const {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < Plan::kBlockM / kWarpSize; ++i) {
+            float row_max;
+            asm volatile("ld.shared.f32 %0, [%1];"
+                         : "=f"(row_max)
+                         : "r"(smem.row_max(stage) + (i * kWarpSize + lane_id()) * 4)
+                         : "memory");
+            any |= row_max != 0;
+        }
+        return __any_sync(kFullWarp, any);
+    }
+    __device__ __forceinline__ void hide(Scores& s, int m) const {
+        const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        s.for_each(opaque(first_key + warp_row()), opaque(m * Plan::kBlockM),
+                   [&](float& x, int j, int i) { x = visible.transposed(j, i) ? x : 0.f; });
+    }
+    // S^T to P^T.
+    template <bool kMasked>
+    __device__ __forceinline__ void to_weights(Scores& s, int m, int stage,
+                                               bool any_refined) const {
+        apply_scale_sign<Plan::kScaleSign>(s);
+        if (any_refined)
+            with_stats(s, smem.row_max(stage), [](float& x, float row_max) { x -= row_max; });
+        const float scale = float(p.scale_log2);
+        with_stats(s, smem.row_sum(stage),
+                   [&](float& x, float sum) { x = weight<T>(x * scale, sum); });
+        if constexpr (kMasked) hide(s, m);
+    }
+    __device__ __forceinline__ void subtract_delta(Scores& dp, int stage) const {
+        with_stats(dp, smem.delta(stage), [](float& x, float delta) { x -= delta; });
+    }
+    // dP^T to dS^T.
+    template <bool kMasked>
+    __device__ __forceinline__ void to_ds(Scores& ds, const Scores& weights, int m,
+                                          int stage) const {
+        subtract_delta(ds, stage);
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= weights.x[0][n][r];
+        if constexpr (kMasked) hide(ds, m);
+    }
+    // dS^T to dS, rows of queries with 64 keys in a panel, as dQ's left operand.
+    __device__ __forceinline__ void store_ds(const Weights& ds, u32 panel) const {
+        const int lane = lane_id(), row = lane / 16 * 8 + lane % 8;
+        const int piece = thread / kWarpSize * 2 + lane / 8 % 2;
+        const u32 own = panel + row * kPanelBytes + ((piece ^ lane % 8) << 4);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+            stmatrix_x4_trans(own + step * 16 * kPanelBytes, ds[step][0], ds[step][1], ds[step][2],
+                              ds[step][3]);
+    }
+    // A part of dQ to the reducer.
+    __device__ __forceinline__ void hand_over(const QueryGrad& dq, int buffer) {
+        mbarrier_wait(smem.dq_empty(buffer), dq_phase);
+        dq_phase ^= 1;
+        const u32 own = smem.dq(buffer) + thread / kWarpSize * kDqWarpBytes + lane_id() * 16;
+#pragma unroll
+        for (int n = 0; n < kDqTiles; ++n)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(own + n * 512),
+                         "f"(dq.x[0][n][0]), "f"(dq.x[0][n][1]), "f"(dq.x[0][n][2]),
+                         "f"(dq.x[0][n][3])
+                         : "memory");
+        fence_proxy_async();
+        release(smem.dq_full(buffer));
+    }
+
+    // ---- inf and NaN in hidden elements ----
+    // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's
+    // gradients. All consumers take part in each of these.
+
+    __device__ __forceinline__ bool finds_nonfinite(u32 tile, int bytes) const {
+        bool found = false;
+#pragma unroll 2
+        for (int offset = 16 * all_thread(); offset < bytes; offset += 16 * kConsumerThreads) {
+            uint4 piece;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                         : "r"(tile + offset)
+                         : "memory");
+            found |= has_nonfinite<T>(piece);
+        }
+        return barrier_any<kAllConsumers, kConsumerThreads>(found);
+    }
+    __device__ __forceinline__ void replace_nonfinite(u32 tile, int bytes) const {
+#pragma unroll 1
+        for (int offset = 2 * all_thread(); offset < bytes; offset += 2 * kConsumerThreads) {
+            T x;
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x.bits) : "r"(tile + offset) : "memory");
+            if (is_nonfinite(x))
+                asm volatile("st.shared.u16 [%0], %1;" ::"r"(tile + offset), "h"(u16(0))
+                             : "memory");
+        }
+        fence_proxy_async();
+        consumers_sync();
+    }
+    __device__ __forceinline__ void find_in_k() {
+        if (finds_nonfinite(smem.k(), kKBytes)) dirty |= kDirtyK;
+    }
+    // By a vote, so that the assembler sees a branch which no warp takes in part: it serialises
+    // products around others (C7519).
+    __device__ __forceinline__ bool k_is_dirty() const {
+        return __any_sync(kFullWarp, (dirty & kDirtyK) != 0);
+    }
+    // After all have S^T and dP^T of a masked block, before anyone's dV and dK...
+    __device__ __forceinline__ void clean_queries(int stage, int dout_stage) {
+        if constexpr (!Plan::kNeedDkv) return;
+        const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
+        const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
+        if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
+        if (in_dout) replace_nonfinite(smem.dout(dout_stage), kDoutBytes), dirty |= kDirtyDout;
+    }
+    // ... and before dQ.
+    __device__ __forceinline__ void clean_k() const {
+        if (!Plan::kNeedDq || !k_is_dirty()) return;
+        consumers_sync();  // nobody's scores read k now
+        replace_nonfinite(smem.k(), kKBytes);
+    }
+    // After dQ: k as it is again, for the next scores.
+    __device__ __forceinline__ void reload_k() {
+        if constexpr (!Plan::kNeedDq) return;
+        if (k_is_dirty()) {
+            consumers_sync();
+            if (all_thread() == 0) load_k(p, smem, work);
+            k_phase ^= 1;
+        }
+        // Whether or not it was loaded: a loop that only some threads may enter would also have the
+        // products serialised.
+        mbarrier_wait(smem.k_full(), k_phase);
+    }
+
+    // What the zeros have kept out of 16 rows of dk or dv, for the queries that see a key.
+    template <bool kWeight, class Tile>
+    __device__ __forceinline__ void restore_keys(const Tile& tile, const void* array,
+                                                 const Strides& strides, i32 dim) const {
+        const BlockRange range = smem.range().get();
+        const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        for (u32 head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
+            const Rows<const T> rows(
+                head_start<const T>(array, strides, p.batch_sizes, work.batch, head), strides,
+                p.seqlen_q, dim);
+            restore_nonfinite<kWeight>(tile, first_key + warp_row(), rows,
+                                       range.begin * Plan::kBlockM, range.end * Plan::kBlockM,
+                                       [&](int j, int i) { return visible.transposed(j, i); });
+        }
+        __syncwarp();
+    }
+    // The same for dq. NaN plus anything is NaN, so these additions need no turn.
+    __device__ __forceinline__ void restore_queries() const {
+        const BlockRange range = smem.range().get();
+        const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        const Rows<const T> keys(
+            head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
+            p.k_strides, p.seqlen_k, p.head_dim);
+        const int first = range.begin * Plan::kBlockM;
+        const int last = min_of(range.end * Plan::kBlockM, p.seqlen_q);
+        const int first_j = work.block * Plan::kBlockN;
+        const int last_j = min_of(first_j + Plan::kBlockN, p.seqlen_k);
+        for (u32 head = 0; head < p.group; ++head) {
+            const i64 row = i64(work.batch) * p.num_heads + work.head * p.group + head;
+            float* accum = static_cast<float*>(p.dq_accum) + row * p.accum_pitch;
+            for (int j = first_j; j < last_j; ++j)
+                for (int d = 0; d < keys.dim; ++d) {
+                    const T raw = *keys.at(j, d);
+                    if (!is_nonfinite(raw)) continue;
+                    for (int i = first + all_thread(); i < last; i += kConsumerThreads)
+                        if (visible(i, j))
+                            red_add(accum + fragment_index<true, Plan::kAccumTiles>(i, d),
+                                    to_float(raw) * 0);
+                }
+        }
+    }
+
+    // ---- results ----
+
+    // 64 rows of dk or dv, staged in shared memory at `to` so that rows leave in 16-byte pieces.
+    // restore(tile): what must still be done to a warp's 16 rows.
+    template <class Grad, class Restore>
+    __device__ __forceinline__ void store(const Grad& c, u32 to, void* array,
+                                          const Strides& strides, i32 dim, Restore restore) const {
+        using Tile = SmemTile<T, 16, 8 * Grad::kColTiles>;
+        const Tile tile{to + thread / kWarpSize * Tile::kBytes};
+        store_fragment(tile.part(0, 0), c);
+        __syncwarp();
+        restore(tile);
+        T* start = head_start<T>(array, strides, p.batch_sizes, work.batch, work.head);
+        store_tile<Plan::kStoreBytes, kWarpSize>(tile, Rows<T>(start, strides, p.seqlen_k, dim),
+                                                 first_key + warp_row(), lane_id());
+    }
+    __device__ __forceinline__ void store_dk(KeyGrad& dk, u32 to) const {
+        const float scale = float(p.scale);
+        dk.for_each(0, 0, [&](float& x, int, int) { x *= scale; });
+        store(dk, to, p.dk, p.dk_strides, p.head_dim, [&](const auto& tile) {
+            if (Plan::kBand && (dirty & kDirtyQ))
+                restore_keys<false>(tile, p.q, p.q_strides, p.head_dim);
+        });
+    }
+    __device__ __forceinline__ void store_dv(const ValueGrad& dv, u32 to) const {
+        store(dv, to, p.dv, p.dv_strides, p.head_dim_v, [&](const auto& tile) {
+            if (Plan::kBand && (dirty & kDirtyDout))
+                restore_keys<true>(tile, p.dout, p.dout_strides, p.head_dim_v);
+        });
+    }
+};
+
+// The block's threads to their roles; consume(smem, work, warpgroup of the consumers).
+template <class Consume>
+__device__ __forceinline__ void run_block(const Params& p, Consume consume) {
+    extern __shared__ __align__(1024) unsigned char dynamic_smem[];
+    const Shared smem{(smem_address(dynamic_smem) + 1023) / 1024 * 1024};
+    const Work<1> work = work_of(p, take_ticket<kOrdered>(p.ticket, smem.base));
+    if (threadIdx.x == 0) {
+        smem.init();
+        smem.range().set(queries_of(p, work));
+        prefetch_tensormap(p.q_map);
+        prefetch_tensormap(p.k_map);
+        prefetch_tensormap(p.v_map);
+        prefetch_tensormap(p.dout_map);
+    }
+    __syncthreads();
+    const int warp = __shfl_sync(kFullWarp, int(threadIdx.x) / kWarpSize, 0);
+    if (warp < 4) {
+        setmaxnreg_dec<Plan::kProducerRegisters>();
+        if (threadIdx.x == 0) produce(p, smem, work);
+        if (Plan::kNeedDq && threadIdx.x == kWarpSize) reduce(p, smem, work);
+    } else {
+        setmaxnreg_inc<Plan::kConsumerRegisters>();
+        consume(smem, work, warp / 4 - 1);
+    }
+}

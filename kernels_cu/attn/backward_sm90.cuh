@@ -1,0 +1,416 @@
+// What Hopper's two backward kernels share (bwd_sm90.cu, bwd_sm90_wide.cu): shared memory, the
+// thread that loads, the thread that adds dQ, and what consumers do with scores.
+//
+//     barrier             arrives                           waits
+//     k_full, v_full      producer + TMA bytes              consumers; loaded once, k anew after
+//                                                           NaN in it was replaced (Clean)
+//     q_full[stage]       producer + bytes of q, row_max,   consumers
+//                         row_sum
+//     q_empty[stage]      each consumer warp, after dK      producer
+//     dout_full[stage]    producer + bytes of dout, delta   consumers
+//     dout_empty[stage]   each consumer warp, after dV      producer
+//     dq_full[buffer]     the four warps of a warpgroup     reducer
+//     dq_empty[buffer]    reducer, once the buffer is read  that warpgroup
+//
+// dQ sums over blocks of keys, which are different thread blocks. A part of it leaves through a
+// buffer in shared memory, in the order of attn/turn.cuh's fragments, which cast.cu reads: a bulk
+// copy adds it in L2. With kDeterministic the reducer waits for its turn, and raises the flag once
+// its additions are complete, not merely read.
+//
+// Blocks of keys that start together would all add to the same queries, and in turns all but one
+// would wait. Without a band each therefore starts at a different block of queries and goes round
+// (Walk); the turns follow the order of time. Whoever is waited for may then have a later ticket,
+// but never beyond p.turn_group tickets, which is at most the number of SMs: all of a group run at
+// once before any of them waits for ever. With a band ranges are staggered by themselves, and
+// tickets are in the order of the turns.
+#pragma once
+#include "../ptx/bulk.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/named_barrier.cuh"
+#include "../ptx/stmatrix.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
+#include "../tile/copy.cuh"
+#include "../tile/fragment.cuh"
+#include "band.cuh"
+#include "mask.cuh"
+#include "score.cuh"
+#include "stats.cuh"
+#include "turn.cuh"
+#include "work.cuh"
+
+using T = Plan::Element;
+
+inline constexpr int kConsumerThreads = 2 * kWarpgroupSize;
+inline constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
+static_assert(sizeof(T) == 2, "wgmma with 16-bit operands");
+static_assert(Plan::kHeadDim % 16 == 0 && Plan::kHeadDimV % 16 == 0, "k is 16");
+static_assert(Plan::kBlockM == 64 || Plan::kBlockM == 128, "dq is cut into parts of 64 rows");
+
+inline constexpr int kPanels = (Plan::kHeadDim + 63) / 64;
+inline constexpr int kPanelsV = (Plan::kHeadDimV + 63) / 64;
+inline constexpr int kKeyPanel = Plan::kBlockN * kPanelBytes;
+inline constexpr int kQueryPanel = Plan::kBlockM * kPanelBytes;
+inline constexpr int kKBytes = kPanels * kKeyPanel;
+inline constexpr int kVBytes = kPanelsV * kKeyPanel;
+inline constexpr int kQBytes = kPanels * kQueryPanel;
+inline constexpr int kDoutBytes = kPanelsV * kQueryPanel;
+inline constexpr int kDsBytes = Plan::kBlockN / 64 * kQueryPanel;
+inline constexpr int kExchangeBytes = Plan::kExchange ? Plan::kBlockM * Plan::kBlockN * 4 : 0;
+inline constexpr int kRowBytes = Plan::kBlockM * 4;  // of one statistic
+
+// A part of dQ is 64 rows: of all columns where a block has 128 rows, of one panel's otherwise.
+inline constexpr bool kDqByRows = Plan::kBlockM == 128;
+inline constexpr int kDqParts = kDqByRows ? 2 : kPanels;
+inline constexpr int kDqCols = kDqByRows ? Plan::kHeadDim : 64;
+inline constexpr int kDqTiles = kDqCols / 8;
+inline constexpr int kDqWarpBytes = kDqTiles * 512;
+inline constexpr int kDqBytes = Plan::kNeedDq ? 4 * kDqWarpBytes : 0;
+static_assert(Plan::kAccumTiles == (kDqByRows ? kDqTiles : 8 * kPanels), "cast.cu reads this");
+inline constexpr bool kOrdered = Plan::kDeterministic && Plan::kNeedDq;
+
+inline constexpr int kVBegin = kKBytes;
+inline constexpr int kQBegin = kVBegin + kVBytes;
+inline constexpr int kDoutBegin = kQBegin + Plan::kStages * kQBytes;
+inline constexpr int kDsBegin = kDoutBegin + Plan::kStagesV * kDoutBytes;
+inline constexpr int kExchangeBegin = kDsBegin + Plan::kDsStages * kDsBytes;
+inline constexpr int kDqBegin = kExchangeBegin + kExchangeBytes;
+inline constexpr int kStatsBegin = kDqBegin + 2 * kDqBytes;
+inline constexpr int kDeltaBegin = kStatsBegin + Plan::kStages * 2 * kRowBytes;
+inline constexpr int kBarriers = kDeltaBegin + Plan::kStagesV * kRowBytes;
+inline constexpr int kNumBarriers = 6 + 2 * (Plan::kStages + Plan::kStagesV);
+static_assert(kBarriers + 8 * kNumBarriers + 16 + 1024 == Plan::kSmemBytes,
+              "families/sm90_backward.py's sum is this one");
+
+// 64 keys of a warpgroup and the block's queries.
+using Scores = Fragment<float, 1, Plan::kBlockM / 8>;
+using KeyGrad = Fragment<float, 1, Plan::kHeadDim / 8>;
+using ValueGrad = Fragment<float, 1, Plan::kHeadDimV / 8>;
+using QueryGrad = Fragment<float, 1, kDqTiles>;
+// P^T or dS^T as the left operand of a product: 16 queries a step.
+inline constexpr int kSteps = Plan::kBlockM / 16;
+using Weights = u32[kSteps][4];
+
+struct Shared {
+    u32 base;
+
+    __device__ __forceinline__ u32 k() const { return base; }
+    __device__ __forceinline__ u32 v() const { return base + kVBegin; }
+    __device__ __forceinline__ u32 q(int stage) const { return base + kQBegin + stage * kQBytes; }
+    __device__ __forceinline__ u32 dout(int stage) const {
+        return base + kDoutBegin + stage * kDoutBytes;
+    }
+    __device__ __forceinline__ u32 ds(int stage) const {
+        return base + kDsBegin + stage * kDsBytes;
+    }
+    __device__ __forceinline__ u32 exchange() const { return base + kExchangeBegin; }
+    __device__ __forceinline__ u32 dq(int buffer) const {
+        return base + kDqBegin + buffer * kDqBytes;
+    }
+    __device__ __forceinline__ u32 row_max(int stage) const {
+        return base + kStatsBegin + stage * 2 * kRowBytes;
+    }
+    __device__ __forceinline__ u32 row_sum(int stage) const { return row_max(stage) + kRowBytes; }
+    __device__ __forceinline__ u32 delta(int stage) const {
+        return base + kDeltaBegin + stage * kRowBytes;
+    }
+    __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
+    __device__ __forceinline__ u32 k_full() const { return barrier(0); }
+    __device__ __forceinline__ u32 v_full() const { return barrier(1); }
+    __device__ __forceinline__ u32 dq_full(int buffer) const { return barrier(2 + buffer); }
+    __device__ __forceinline__ u32 dq_empty(int buffer) const { return barrier(4 + buffer); }
+    __device__ __forceinline__ u32 q_full(int stage) const { return barrier(6 + stage); }
+    __device__ __forceinline__ u32 q_empty(int stage) const {
+        return barrier(6 + Plan::kStages + stage);
+    }
+    __device__ __forceinline__ u32 dout_full(int stage) const {
+        return barrier(6 + 2 * Plan::kStages + stage);
+    }
+    __device__ __forceinline__ u32 dout_empty(int stage) const {
+        return barrier(6 + 2 * Plan::kStages + Plan::kStagesV + stage);
+    }
+    // The blocks of queries that see the block's keys: for all threads, registers are full.
+    __device__ __forceinline__ SharedValue<BlockRange> range() const {
+        return {barrier(kNumBarriers)};
+    }
+    __device__ __forceinline__ void init() const {
+        for (int n = 0; n < 6; ++n) mbarrier_init(barrier(n), n == 2 || n == 3 ? 4 : 1);
+        for (int n = 0; n < Plan::kStages; ++n) {
+            mbarrier_init(q_full(n), 1);
+            mbarrier_init(q_empty(n), kConsumerWarps);
+        }
+        for (int n = 0; n < Plan::kStagesV; ++n) {
+            mbarrier_init(dout_full(n), 1);
+            mbarrier_init(dout_empty(n), kConsumerWarps);
+        }
+        fence_mbarrier_init();
+    }
+};
+
+// A place in a ring and how often it was passed.
+template <int kStages> struct Cursor {
+    int stage = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+};
+
+__device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
+    Work<1> work(index, p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned);
+    if constexpr (kOrdered && Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
+    return work;
+}
+
+// The blocks of queries that see a block of keys.
+__device__ __forceinline__ BlockRange queries_of(const Params& p, const Work<1>& w) {
+    const int first_key = w.block * Plan::kBlockN;
+    const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
+    BlockRange range = band_range<Plan::kBand>(first_key, last_key, -p.band_hi, -p.band_lo,
+                                               Plan::kBlockM, p.seqlen_q);
+    // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step of the
+    // last block is masked.
+    if (first_key + Plan::kBlockN > p.seqlen_k) range.full_begin = range.full_end = range.end;
+    return range;
+}
+
+// Tickets without a band: a block's place in its group, and the group's size.
+struct Place {
+    u32 place, size;
+    __device__ __forceinline__ Place(const Params& p, const Work<1>& w)
+        : place(u32(w.block) % p.turn_group),
+          size(min_of(p.turn_group, p.num_blocks - (u32(w.block) - place))) {}
+
+    // Where a block starts: places are spread over the blocks of queries.
+    __device__ __forceinline__ int start(const Params& p) const {
+        return int(p.num_m_blocks >= size ? place * (p.num_m_blocks / size)
+                                          : place * p.num_m_blocks / size);
+    }
+    // How many of the group add to block m of queries earlier: those that started latest before m
+    // come first, then round.
+    __device__ __forceinline__ u32 turn(const Params& p, int m) const {
+        const u32 latest = p.num_m_blocks >= size
+                               ? min_of(u32(m) / (p.num_m_blocks / size), size - 1)
+                               : (u32(m + 1) * size - 1) / p.num_m_blocks;
+        return latest >= place ? latest - place : latest + size - place;
+    }
+};
+
+// How many add to block m of queries before this block of keys does: with a band, the blocks of
+// keys behind it.
+__device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, int m) {
+    if constexpr (Plan::kBand) {
+        const int first = m * Plan::kBlockM;
+        const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
+        const BlockRange keys =
+            band_range<true>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k);
+        return u32(keys.end - 1 - w.block);
+    } else {
+        const Place place(p, w);
+        return u32(w.block) - place.place + place.turn(p, m);
+    }
+}
+
+// The order in which a block of keys meets its blocks of queries: from one of them round to where it
+// began, once for each query head of the group.
+struct Walk {
+    const Shared& smem;
+    int m;
+    int left;  // steps over all heads
+
+    __device__ __forceinline__ Walk(const Params& p, const Shared& shared, const Work<1>& w)
+        : smem(shared) {
+        const BlockRange range = smem.range().get();
+        m = Plan::kBand ? range.begin : Place(p, w).start(p);
+        left = (range.end - range.begin) * int(p.group);
+    }
+    __device__ __forceinline__ void next() {
+        const BlockRange range = smem.range().get();
+        m = m + 1 == range.end ? range.begin : m + 1;
+        --left;
+    }
+    __device__ __forceinline__ bool masked() const {
+        if constexpr (!Plan::kBand && !Plan::kTail) return false;
+        const BlockRange range = smem.range().get();
+        return m >= range.full_end || m < range.full_begin;
+    }
+};
+// Counts the heads of a walk.
+struct HeadCounter {
+    int steps, until_next;
+    u32 head;
+
+    __device__ __forceinline__ HeadCounter(const Shared& smem, u32 first) : head(first) {
+        const BlockRange range = smem.range().get();
+        steps = until_next = range.end - range.begin;
+    }
+    __device__ __forceinline__ void next() {
+        if (--until_next == 0) ++head, until_next = steps;
+    }
+};
+
+// ---- producer ----------------------------------------------------------------------------------
+
+template <int kCount>
+__device__ __forceinline__ void load_panels(u32 to, int panel_bytes, const TensorMap& map, u32 bar,
+                                            int row, u32 head, const Params& p, u32 batch) {
+    const u32 inner = u32(p.batch_sizes[2]);
+#pragma unroll
+    for (int panel = 0; panel < kCount; ++panel)
+        tma_load(to + panel * panel_bytes, map, bar, 64 * panel, row, int(head), int(batch % inner),
+                 int(batch / inner));
+}
+__device__ __forceinline__ void load_k(const Params& p, const Shared& smem, const Work<1>& w) {
+    mbarrier_arrive_expect_tx(smem.k_full(), kKBytes);
+    load_panels<kPanels>(smem.k(), kKeyPanel, p.k_map, smem.k_full(), w.block * Plan::kBlockN,
+                         w.head, p, w.batch);
+}
+
+__device__ __forceinline__ void produce(const Params& p, const Shared& smem, const Work<1>& w) {
+    Walk walk(p, smem, w);
+    if (walk.left == 0) return;
+    load_k(p, smem, w);
+    Cursor<Plan::kStages> q;
+    Cursor<Plan::kStagesV> dout;
+    HeadCounter heads(smem, w.head * p.group);
+#pragma unroll 1
+    for (bool first = true; walk.left > 0; walk.next(), heads.next(), first = false) {
+        const int m = walk.m;
+        const u32 head = heads.head;
+        const float* stats = static_cast<const float*>(p.stats) +
+                             i64(w.batch * p.num_heads + head) * 3 * p.stats_pitch +
+                             i64(m) * Plan::kBlockM;
+        mbarrier_wait(smem.q_empty(q.stage), q.phase ^ 1);
+        mbarrier_arrive_expect_tx(smem.q_full(q.stage), kQBytes + 2 * kRowBytes);
+        load_panels<kPanels>(smem.q(q.stage), kQueryPanel, p.q_map, smem.q_full(q.stage),
+                             m * Plan::kBlockM, head, p, w.batch);
+        bulk_load(smem.row_max(q.stage), stats, kRowBytes, smem.q_full(q.stage));
+        bulk_load(smem.row_sum(q.stage), stats + p.stats_pitch, kRowBytes, smem.q_full(q.stage));
+        if (first) {
+            mbarrier_arrive_expect_tx(smem.v_full(), kVBytes);
+            load_panels<kPanelsV>(smem.v(), kKeyPanel, p.v_map, smem.v_full(),
+                                  w.block * Plan::kBlockN, w.head, p, w.batch);
+        }
+        mbarrier_wait(smem.dout_empty(dout.stage), dout.phase ^ 1);
+        mbarrier_arrive_expect_tx(smem.dout_full(dout.stage), kDoutBytes + kRowBytes);
+        load_panels<kPanelsV>(smem.dout(dout.stage), kQueryPanel, p.dout_map,
+                              smem.dout_full(dout.stage), m * Plan::kBlockM, head, p, w.batch);
+        bulk_load(smem.delta(dout.stage), stats + 2 * p.stats_pitch, kRowBytes,
+                  smem.dout_full(dout.stage));
+        q.next(), dout.next();
+    }
+}
+
+// ---- reducer -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void reduce(const Params& p, const Shared& smem, const Work<1>& w) {
+    u32 phases[2] = {0, 0};
+    HeadCounter heads(smem, w.batch * p.num_heads + w.head * p.group);
+#pragma unroll 1
+    for (Walk walk(p, smem, w); walk.left > 0; walk.next(), heads.next()) {
+        const int m = walk.m;
+        const i64 head = heads.head;
+        float* const accum = static_cast<float*>(p.dq_accum) + head * p.accum_pitch +
+                             i64(m) * (Plan::kBlockM / 16 * Plan::kAccumTiles * 128);
+        u32* const flag = static_cast<u32*>(p.flags) + head * p.num_m_blocks + m;
+#pragma unroll
+        for (int part = 0; part < kDqParts; ++part) {
+            const int buffer = part % 2;
+            mbarrier_wait(smem.dq_full(buffer), phases[buffer]);
+            phases[buffer] ^= 1;
+            if constexpr (kOrdered)
+                if (part == 0) {
+                    const u32 turn = turn_of(p, w, m);
+                    while (load_relaxed(flag) != turn) {}
+                }
+            // The rows of a warp, 16 each, are contiguous, and so are all where they are whole.
+            constexpr int kPieces = kDqTiles == Plan::kAccumTiles ? 1 : 4;
+            constexpr u32 kPieceBytes = 4 * kDqWarpBytes / kPieces;
+            float* const to = accum + part * (kDqByRows ? 4 * kDqWarpBytes / 4 : kDqWarpBytes / 4);
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece)
+                bulk_add(to + piece * Plan::kAccumTiles * 128,
+                         smem.dq(buffer) + piece * kPieceBytes, kPieceBytes);
+            bulk_commit_group();
+            if (part > 0) {
+                bulk_wait_read<1>();
+                mbarrier_arrive(smem.dq_empty(1 - buffer));
+            }
+        }
+        bulk_wait_read<0>();
+        mbarrier_arrive(smem.dq_empty((kDqParts - 1) % 2));
+        if constexpr (kOrdered) {
+            bulk_wait_all();
+            store_release(flag, turn_of(p, w, m) + 1);
+        }
+    }
+    bulk_wait_all();
+}
+
+// ---- consumers ---------------------------------------------------------------------------------
+
+// Named barriers.
+enum : int { kAllConsumers = 1, kWeightsFull, kDsFull, kOwnDsFull };
+
+__device__ __forceinline__ void consumers_sync() {
+    barrier_sync<kAllConsumers, kConsumerThreads>();
+}
+
+// Flat accumulators, as the products take them.
+template <int kTiles>
+__device__ __forceinline__ float (&flat(Fragment<float, 1, kTiles>& c))[4 * kTiles] {
+    return reinterpret_cast<float (&)[4 * kTiles]>(c.x);
+}
+
+// Computed anew each time: descriptors of all steps of all products, kept from one block of queries
+// to the next, would fill the registers.
+__device__ __forceinline__ u64 descriptor(u32 address, u32 panel_bytes = 0) {
+    return matrix_descriptor(u32(opaque(int(address))), panel_bytes);
+}
+
+// c = A B^T over kDepth columns of both.
+template <int kDepth, class C>
+__device__ __forceinline__ void multiply_rows(C& c, u64 a, int a_panel, u64 b, int b_panel) {
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step)
+        wgmma(flat(c), advance(a, step / 4 * a_panel + step % 4 * 32),
+              advance(b, step / 4 * b_panel + step % 4 * 32), step > 0);
+}
+// c += weights^T B, B's rows being the block's queries.
+template <class C>
+__device__ __forceinline__ void multiply_queries(C& c, const Weights& weights, u64 b) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+        wgmma(flat(c), weights[step], advance(b, step * 16 * kPanelBytes), true);
+}
+// A part of dQ = dS K, 64 rows from `ds` and columns from `k` on.
+__device__ __forceinline__ void multiply_keys(QueryGrad& dq, u64 ds, u64 k) {
+#pragma unroll
+    for (int step = 0; step < Plan::kBlockN / 16; ++step)
+        wgmma_transposed(flat(dq), advance(ds, step / 4 * kQueryPanel + step % 4 * 32),
+                         advance(k, step * 16 * kPanelBytes), step > 0);
+}
+
+__device__ __forceinline__ void round_to(Weights& weights, const Scores& s) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            weights[step][r] = pack<T>(s.x[0][2 * step + r / 2][r % 2 * 2],
+                                       s.x[0][2 * step + r / 2][r % 2 * 2 + 1]);
+}
+
+// f(x of c, value of its query), `values` one statistic of the block's queries in shared memory.
+template <class F> __device__ __forceinline__ void with_stats(Scores& c, u32 values, F f) {
+    const u32 own = values + lane_id() % 4 * 8;
+#pragma unroll
+    for (int n = 0; n < Scores::kColTiles; ++n) {
+        float value[2];
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(value[0]), "=f"(value[1])
+                     : "r"(own + 32 * n)
+                     : "memory");
+#pragma unroll
+        for (int r = 0; r < 4; ++r) f(c.x[0][n][r], value[r % 2]);
+    }
+}

@@ -1,0 +1,79 @@
+"""The Hopper family's backward without a GPU: its plans, its kernels through the compiler."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from cuflash import jit
+from cuflash.families import Access, device_of, sm90_backward
+from cuflash.problem import Band, Problem
+
+HOPPER = device_of(90)
+BASE = Problem("bfloat16", (2,), 4, 2, 512, 768, 64, 64, 0.125, None)
+DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (40, 72), (16, 136))
+# Visible elements, and whether sequences end inside a block.
+FORMS = {"whole": {}, "tail": {"seqlen_q": 500}, "band": {"band": Band(-512, 200)}}
+
+
+def plan_of(problem, need_dq=True, need_dkv=True, deterministic=True, tile=None):
+    return sm90_backward.backward_plan(
+        problem,
+        HOPPER,
+        Access(16, 16),
+        need_dq=need_dq,
+        need_dkv=need_dkv,
+        deterministic=deterministic,
+        tile=tile,
+    )
+
+
+@pytest.mark.parametrize("head_dim", range(1, 257, 15))
+@pytest.mark.parametrize("head_dim_v", (1, 40, 64, 128, 200, 256))
+def test_every_head_dim_fits_the_shared_memory(head_dim, head_dim_v):
+    problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim_v)
+    assert sm90_backward.takes(problem, sm90_backward.tile_of(problem))
+    plan = plan_of(problem)
+    assert plan.smem_bytes <= HOPPER.smem_per_block
+    assert plan["kHeadDim"] - head_dim in range(16) and plan["kHeadDim"] % 16 == 0
+    assert 8 * plan["kAccumTiles"] >= head_dim
+    # What setmaxnreg hands out is what a launch of 168 registers a thread holds.
+    producer, consumers = plan["kProducerRegisters"], plan["kConsumerRegisters"]
+    assert 128 * (producer + 2 * consumers) <= 168 * plan.threads
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_kernels_compile(nvrtc, dims):
+    """The kernel's assertions hold, the assembler serialises no product (notes C75xx), and the
+    order of sums by default spills nothing.
+    """
+    for n, (form, deterministic) in enumerate(itertools.product(FORMS, (True, False))):
+        dtype = ("bfloat16", "float16")[n // 2 % 2]
+        problem = replace(
+            BASE, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **FORMS[form]
+        )
+        plan = plan_of(problem, deterministic=deterministic)
+        _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
+        assert "C75" not in log, (form, deterministic)
+        if deterministic:
+            assert " 0 bytes spill stores, 0 bytes spill loads" in log, form
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("need_dq", [False, True])
+def test_kernels_of_some_gradients_compile(nvrtc, head_dim, need_dq):
+    """No product is serialised; NVRTC 13.0 notes (C7519) that it adds a fence of its own to dq."""
+    problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, band=Band(-512, 200))
+    for scale in (0.1, -0.1, 0.0):
+        problem = replace(problem, scale=scale)
+        plan = plan_of(problem, need_dq=need_dq, need_dkv=not need_dq)
+        _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
+        assert "serialized" not in log and "wait is injected" not in log
+
+
+def test_tiles_that_no_kernel_has():
+    problem = replace(BASE, head_dim=128)
+    for values in ((128, 128), (64, 64), (64, 128, 1), (64, 128, 2, 2, True)):
+        assert not sm90_backward.takes(problem, sm90_backward.Tile(*values))
