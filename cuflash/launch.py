@@ -77,7 +77,7 @@ def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
         *steps.band_values(problem),
         steps.scale_log2(problem),
         encoders=(
-            Encoder(q, plan["kBlockM"]),
+            Encoder(q, sm90.WARPGROUP_ROWS),
             Encoder(k, plan["kBlockN"]),
             Encoder(v, plan["kBlockN"]),
         ),
@@ -100,8 +100,9 @@ def _prepare(problem, device, arrays, tile=None):
     make = _sm90_step if family is sm90 else _portable_step
     step = make(problem, device, plan, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
-    # With one piece for each block nothing is left to draw.
-    ticket = problem.band is not None and math.prod(_work(problem, plan)) > step.blocks
+    # With one piece for each block nothing is left to draw, with pieces of one length no gain.
+    uneven = problem.band is not None or problem.seqlen_q % plan["kBlockM"] != 0
+    ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     return _Forward(step, packed, family is sm90, ticket), family, rejections
 
 

@@ -37,6 +37,7 @@ FORWARD_TILES = {
 # of an SM's 65,536 divided.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
+WARPGROUP_ROWS = 64  # of queries: each consumer warpgroup's are loaded apart
 MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
 
 
