@@ -168,14 +168,19 @@ def band_values(problem) -> list[int]:
     return [0, 0] if problem.band is None else [problem.band.lo, problem.band.hi]
 
 
-def section_values(problem, device, heads: int, head_bytes: int) -> list[int]:
+def section_values(problem, device, heads: int, head_bytes: int, turns: bool = False) -> list[int]:
     """How many heads start their blocks together, and how many of all heads make whole sections
     (attn/work.cuh).
+
+    One head at a time, unless its blocks differ in length (a band) or wait for each other
+    (``turns``): then as many as L2 holds of ``head_bytes`` each, in sections as equal as they get,
+    since a small last one would leave the device to a few long blocks.
     """
-    if problem.band is None:
+    if problem.band is None and not turns:
         return [1, heads]
-    fitting = device.l2_bytes * 3 // 4 // max(1, head_bytes)
-    section = max(1, min(heads, fitting))
+    fitting = max(1, device.l2_bytes * 3 // 4 // max(1, head_bytes))
+    sections = max(1, -(-heads // fitting))
+    section = max(1, -(-heads // sections))
     return [section, heads // section * section]
 
 

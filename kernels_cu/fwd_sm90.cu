@@ -84,11 +84,14 @@ using OTile = SmemTile<T, 16, Plan::kHeadDimV>;
 inline constexpr int kOBytes = kConsumerWarps * OTile::kBytes;
 inline constexpr int kQPlace =
     Plan::kOutInQ ? max_of(kQBytes, (kOBytes / kConsumers + 1023) / 1024 * 1024) : kQBytes;
-inline constexpr int kQEnd = kConsumers * kQPlace;
+inline constexpr int kQStages = Plan::kFollow ? 2 : 1;
+inline constexpr int kQEnd = kQStages * kConsumers * kQPlace;
+static_assert(!Plan::kFollow || Plan::kOutInQ, "the output of a piece leaves through its queries");
 inline constexpr int kRingEnd = kQEnd + Plan::kStages * (kKBytes + kVBytes);
 inline constexpr int kBarriers = kRingEnd + (Plan::kOutInQ ? 0 : kOBytes);
 inline constexpr int kPieceSlots = 2;
-inline constexpr int kNumBarriers = 4 + 2 * kConsumers + 5 * Plan::kStages;
+inline constexpr int kRingBarriers = 4 + 2 * kConsumers * kQStages;
+inline constexpr int kNumBarriers = kRingBarriers + 5 * Plan::kStages;
 inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
 static_assert(kPieces + 64 + 1024 == Plan::kSmemBytes,
               "families/sm90.py's sum is this one");
@@ -96,12 +99,14 @@ static_assert(kPieces + 64 + 1024 == Plan::kSmemBytes,
 using Scores = Fragment<float, 1, Plan::kBlockN / 8>;
 using Output = Fragment<float, 1, Plan::kHeadDimV / 8>;
 
-// A piece of work: kBlockM queries of one head. No more work: first_row is negative.
+// A piece of work: kBlockM queries of one head. No piece: first_row is negative; whether more may
+// come is not known yet, or state is kEnd.
 struct Piece {
     int first_row;
     u32 head, batch;
     u32 state;  // number of the piece among this thread block's, from 1 on; kExact
 
+    static constexpr u32 kEnd = 1;
     static constexpr u32 kExact = 1u << 31;  // every step looks for the maximum first
     __device__ __forceinline__ u32 number() const { return state & ~kExact; }
     __device__ __forceinline__ bool exact() const { return state >= kExact; }
@@ -128,24 +133,28 @@ template <int kCount> struct Cursor {
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ u32 q(int group) const { return base + group * kQPlace; }
+    __device__ __forceinline__ u32 q(int group, int stage) const {
+        return base + (stage * kConsumers + group) * kQPlace;
+    }
     __device__ __forceinline__ u32 k(int stage) const { return base + kQEnd + stage * kKBytes; }
     __device__ __forceinline__ u32 v(int stage) const {
         return base + kQEnd + Plan::kStages * kKBytes + stage * kVBytes;
     }
-    __device__ __forceinline__ u32 out(int warp) const {
-        return Plan::kOutInQ ? q(warp / 4) + warp % 4 * OTile::kBytes
+    __device__ __forceinline__ u32 out(int warp, int stage) const {
+        return Plan::kOutInQ ? q(warp / 4, stage) + warp % 4 * OTile::kBytes
                              : base + kRingEnd + warp * OTile::kBytes;
     }
     __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
     __device__ __forceinline__ u32 piece_full(int slot) const { return barrier(slot); }
     __device__ __forceinline__ u32 piece_empty(int slot) const { return barrier(2 + slot); }
-    __device__ __forceinline__ u32 q_full(int group) const { return barrier(4 + group); }
-    __device__ __forceinline__ u32 q_empty(int group) const {
-        return barrier(4 + kConsumers + group);
+    __device__ __forceinline__ u32 q_full(int group, int stage) const {
+        return barrier(4 + stage * kConsumers + group);
+    }
+    __device__ __forceinline__ u32 q_empty(int group, int stage) const {
+        return q_full(group, kQStages + stage);
     }
     __device__ __forceinline__ u32 ring(int kind, int stage) const {
-        return barrier(4 + 2 * kConsumers + kind * Plan::kStages + stage);
+        return barrier(kRingBarriers + kind * Plan::kStages + stage);
     }
     __device__ __forceinline__ u32 k_full(int stage) const { return ring(0, stage); }
     __device__ __forceinline__ u32 k_empty(int stage) const { return ring(1, stage); }
@@ -161,9 +170,9 @@ struct Shared {
     __device__ __forceinline__ SharedValue<uint4> dirty() const { return {base + kPieces + 32}; }
 
     __device__ __forceinline__ void init() const {
-        for (int group = 0; group < kConsumers; ++group) {
-            mbarrier_init(q_full(group), 1);
-            mbarrier_init(q_empty(group), kWarpgroupSize / kWarpSize);
+        for (int n = 0; n < kQStages * kConsumers; ++n) {
+            mbarrier_init(q_full(n, 0), 1);
+            mbarrier_init(q_empty(n, 0), kWarpgroupSize / kWarpSize);
         }
         for (int slot = 0; slot < kPieceSlots; ++slot) {
             mbarrier_init(piece_full(slot), 1);
@@ -242,21 +251,19 @@ struct Producer {
         mbarrier_arrive(smem.piece_full(pieces.stage));
         pieces.next();
     }
-    // Waits until the piece in a slot is finished. If it failed, `piece` is that one once more.
-    __device__ __forceinline__ bool is_failed(const Cursor<kPieceSlots>& slot, Piece& piece) const {
-        mbarrier_wait(smem.piece_empty(slot.stage), slot.phase ^ 1);
-        if (load_shared(smem.failed(slot.stage)) == 0) return false;
-        store_shared(smem.failed(slot.stage), 0);
-        piece = smem.piece(slot.stage).get();
+    // Waits until the piece in the next slot is finished. If it failed, `piece` is that one again.
+    __device__ __forceinline__ bool is_failed(Piece& piece) const {
+        mbarrier_wait(smem.piece_empty(pieces.stage), pieces.phase ^ 1);
+        if (load_shared(smem.failed(pieces.stage)) == 0) return false;
+        store_shared(smem.failed(pieces.stage), 0);
+        piece = smem.piece(pieces.stage).get();
         piece.state |= Piece::kExact;
         return true;
     }
-    // The next piece; false when there is none.
+    // The next piece; false when there is none as far as is known.
     __device__ __forceinline__ bool next_piece(u32& index, u32 number, Piece& piece) const {
-        Cursor<kPieceSlots> other = pieces;
-        other.next();
-        if (is_failed(pieces, piece)) return true;
-        if (index >= p.num_work) return is_failed(other, piece);
+        if (is_failed(piece)) return true;
+        if (index >= p.num_work) return false;
         piece = piece_of(index, number);
         index = take(index);
         return true;
@@ -267,22 +274,29 @@ struct Producer {
         return gridDim.x + atomicAdd(static_cast<u32*>(p.ticket), 1u);
     }
 
+    __device__ __forceinline__ void load(const Piece& piece) {
+        const Loader loader(p, piece, p.group);
+        const BlockRange range = piece.keys(p);
+        if (range.begin >= range.end) return;
+        load_k(loader, range.end - 1);
+#pragma unroll 1
+        for (int n = range.end - 1; n > range.begin; --n) load_k(loader, n - 1), load_v(loader, n);
+        load_v(loader, range.begin);
+    }
     __device__ __forceinline__ void run() {
-        u32 index = blockIdx.x;
-        Piece piece;
+        u32 index = blockIdx.x, number = 0;
+        // The end comes after two slots without a piece: those before have not failed then.
 #pragma unroll 1
-        for (u32 number = 1; next_piece(index, number, piece); ++number) {
-            hand_out(piece);
-            const Loader loader(p, piece, p.group);
-            const BlockRange range = piece.keys(p);
-            if (range.begin >= range.end) continue;
-            load_k(loader, range.end - 1);
-#pragma unroll 1
-            for (int n = range.end - 1; n > range.begin; --n)
-                load_k(loader, n - 1), load_v(loader, n);
-            load_v(loader, range.begin);
+        for (u32 idle = 0; idle < 2;) {
+            Piece piece;
+            if (next_piece(index, ++number, piece)) {
+                hand_out(piece);
+                load(piece);
+                idle = 0;
+            } else {
+                hand_out({-1, 0, 0, idle++ * Piece::kEnd});
+            }
         }
-        hand_out({-1, 0, 0, 0});
     }
 };
 
@@ -297,10 +311,23 @@ struct Pieces {
         return {uniform(piece.first_row), uniform(piece.head), uniform(piece.batch),
                 uniform(piece.state)};
     }
-    // False when there is no more.
-    __device__ __forceinline__ bool wait() const {
+    // Whether a piece is in the slot.
+    __device__ __forceinline__ bool is_piece() const {
         mbarrier_wait(smem.piece_full(cursor.stage), cursor.phase);
         return current().first_row >= 0;
+    }
+    // Moves on to the next piece; false when there is no more.
+    __device__ __forceinline__ bool wait() {
+        while (!is_piece()) {
+            if (current().state == Piece::kEnd) return false;
+            release();
+        }
+        return true;
+    }
+    __device__ __forceinline__ Pieces following() const {
+        Pieces next = *this;
+        next.cursor.next();
+        return next;
     }
     __device__ __forceinline__ void release() {
         warp_arrive(smem.piece_empty(cursor.stage));
@@ -315,17 +342,18 @@ struct QueryProducer {
 
     __device__ __forceinline__ void run() const {
         Pieces pieces{smem};
-        u32 phase = 0;
+        Cursor<kQStages> cursor;
 #pragma unroll 1
-        for (; pieces.wait(); pieces.release(), phase ^= 1) {
+        for (; pieces.wait(); pieces.release(), cursor.next()) {
             const Piece piece = pieces.current();
             const Loader loader(p, piece, 1);
 #pragma unroll 1
             for (int group = 0; group < kConsumers; ++group) {
-                mbarrier_wait(smem.q_empty(group), phase ^ 1);
+                mbarrier_wait(smem.q_empty(group, cursor.stage), cursor.phase ^ 1);
                 if (lane_id() == 0)
-                    loader.load<kPanels>(smem.q(group), kQPanel, p.q_map, smem.q_full(group),
-                                     piece.first_row + 64 * group);
+                    loader.load<kPanels>(smem.q(group, cursor.stage), kQPanel, p.q_map,
+                                         smem.q_full(group, cursor.stage),
+                                         piece.first_row + 64 * group);
             }
         }
     }
@@ -385,14 +413,21 @@ struct Cleaner {
 
 // ---- consumers ---------------------------------------------------------------------------------
 
+// A warpgroup's part of a piece's blocks of keys, and how many lie above and below it.
+struct OwnRange {
+    BlockRange blocks;
+    int above, below;
+};
+
 struct Consumer {
     const Params& p;
     const Shared smem;
     const int warp;  // among all consumers
     Pieces pieces;
-    u32 q_phase;
+    Cursor<kQStages> q_cursor;
     Cursor<Plan::kStages> k_cursor, v_cursor;
     Softmax<float, 1, Plan::kFused> softmax;
+    Softmax<float, 1, Plan::kFused> finished;  // of the piece whose output is on its way
     float factor[2];
     bool rescale;  // O must be multiplied by factor before the next P V
     u32 weights[Plan::kBlockN / 16][4];
@@ -409,10 +444,10 @@ struct Consumer {
             named_barrier_arrive(5 + (warp / 4 + 1) % kConsumers, 2 * kWarpgroupSize);
     }
     // S = Q K^T, started.
-    __device__ __forceinline__ void start_scores(Scores& s) {
+    __device__ __forceinline__ void start_scores(Scores& s, const Cursor<kQStages>& q_cursor) {
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
         float (&c)[Plan::kBlockN / 2] = reinterpret_cast<float (&)[Plan::kBlockN / 2]>(s.x);
-        const u64 q = matrix_descriptor(smem.q(warp / 4), 0);
+        const u64 q = matrix_descriptor(smem.q(warp / 4, q_cursor.stage), 0);
         const u64 k = matrix_descriptor(smem.k(k_cursor.stage), 0);
         wgmma_fence();
 #pragma unroll
@@ -444,19 +479,24 @@ struct Consumer {
         warp_arrive(smem.v_empty(v_cursor.stage));
         v_cursor.next();
     }
+    __device__ __forceinline__ void wait_q(const Cursor<kQStages>& cursor) const {
+        mbarrier_wait(smem.q_full(warp / 4, cursor.stage), cursor.phase);
+    }
     __device__ __forceinline__ void release_q() {
-        warp_arrive(smem.q_empty(warp / 4));
+        warp_arrive(smem.q_empty(warp / 4, q_cursor.stage));
+        q_cursor.next();
     }
     __device__ __forceinline__ void rescale_output(Output& o) {
         if (rescale) o.for_each_row([&](float& x, int q) { x *= factor[q]; });
     }
 
     template <bool kMasked>
-    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block) const {
+    __device__ __forceinline__ void apply_score_and_mask(Scores& s, const Pieces& pieces,
+                                                         int n_block) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if constexpr (!kMasked) return;
         const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
-        s.for_each(piece().first_row + 16 * warp, n_block * Plan::kBlockN,
+        s.for_each(pieces.current().first_row + 16 * warp, n_block * Plan::kBlockN,
                    [&](float& x, int i, int j) { x = visible(i, j) ? x : -infinity<float>(); });
     }
     __device__ __forceinline__ void set_factor(const float (&f)[2]) {
@@ -484,25 +524,33 @@ struct Consumer {
                 weights[step][r] = pack<T>(s.x[0][2 * step + r / 2][r % 2 * 2],
                                            s.x[0][2 * step + r / 2][r % 2 * 2 + 1]);
     }
-    // A block of keys of which this warpgroup's rows see none.
-    __device__ __forceinline__ void skip() {
-        take_turn();
-        pass_turn();
-        mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
-        release_k();
-        wait_v();
-        release_v();
+    // Blocks of keys of which this warpgroup's rows see none.
+    __device__ __forceinline__ void skip_k(int count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            take_turn();
+            pass_turn();
+            mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
+            release_k();
+        }
+    }
+    __device__ __forceinline__ void skip_v(int count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            wait_v();
+            release_v();
+        }
     }
 
     template <bool kMasked>
     __device__ __forceinline__ void first_step(int n) {
         Scores s;
         take_turn();
-        start_scores(s);
+        start_scores(s, q_cursor);
         pass_turn();
         wgmma_wait_group<0>();
         release_k();
-        apply_score_and_mask<kMasked>(s, n);
+        apply_score_and_mask<kMasked>(s, pieces, n);
         update_softmax(s);
         round_weights(s);
     }
@@ -511,13 +559,13 @@ struct Consumer {
     __device__ __forceinline__ void step(Output& o, int n) {
         Scores s;
         take_turn();
-        start_scores(s);
+        start_scores(s, q_cursor);
         rescale_output(o);
         start_output(o);
         pass_turn();
         wgmma_wait_group<1>();
         release_k();
-        apply_score_and_mask<kMasked>(s, n);
+        apply_score_and_mask<kMasked>(s, pieces, n);
         update_softmax(s);
         pin(s);
         if constexpr (Plan::kHalves) wait_v();
@@ -530,13 +578,13 @@ struct Consumer {
         if constexpr (!Plan::kLag) return step<false>(o, n);
         Scores s;
         take_turn();
-        start_scores(s);
+        start_scores(s, q_cursor);
         rescale_output(o);
         start_output(o);
         pass_turn();
         wgmma_wait_group<1>();
         release_k();
-        apply_score_and_mask<false>(s, n);
+        apply_score_and_mask<false>(s, pieces, n);
         update_softmax_late(s);
         pin(s);
         if constexpr (Plan::kHalves) wait_v();
@@ -551,12 +599,12 @@ struct Consumer {
         wgmma_wait_group<0>();
         release_v();
     }
-    __device__ __forceinline__ void compute(Output& o, const BlockRange& range) {
+    // All blocks of a piece but the first.
+    __device__ __forceinline__ void steps(Output& o, const BlockRange& range) {
         const bool exact = Plan::kLag && piece().exact();
         const int full_end = exact ? range.begin : max_of(range.full_end, range.begin);
         const int full_begin = max_of(range.full_begin, range.begin);
         int n = range.end - 1;
-        first_step<Plan::kBand || Plan::kTail>(n);
         // Masked blocks, then full ones, then masked ones where the band has a lower end.
 #pragma unroll 1
         for (int until = full_end;; until = range.begin) {
@@ -569,33 +617,53 @@ struct Consumer {
             while (n > full_begin) full_step(o, --n);
             if (!Plan::kBand) break;
         }
-        last_step(o);
+    }
+    // The last block's values of this piece meet the first block's scores of the next one.
+    __device__ __forceinline__ void change_piece(Output& o, const OwnRange& own,
+                                                 const OwnRange& next) {
+        const int skipped = own.below + next.above;
+        Cursor<kQStages> next_q = q_cursor;
+        next_q.next();
+        skip_k(skipped);
+        wait_q(next_q);
+        {
+            Scores s;
+            take_turn();
+            start_scores(s, next_q);
+            rescale_output(o);
+            start_output(o);
+            pass_turn();
+            wgmma_wait_group<1>();
+            release_k();
+            apply_score_and_mask<Plan::kBand || Plan::kTail>(s, pieces.following(),
+                                                             next.blocks.end - 1);
+            finished = softmax;
+            softmax.init();
+            update_softmax(s);
+            rescale = false;
+            pin(s);
+            wgmma_wait_group<0>();
+            release_v();
+            round_weights(s);
+        }
+        finish(o);
+        o.fill(0);
+        skip_v(skipped);
     }
     // The blocks of keys that this warpgroup's rows see.
-    __device__ __forceinline__ BlockRange own_range(const BlockRange& range) const {
-        const Piece piece = this->piece();
+    __device__ __forceinline__ OwnRange own_range(const Piece& piece) const {
+        const BlockRange range = piece.keys(p);
         const int row = warp / 4 * 64;
         BlockRange own = Plan::kSkip ? piece.keys(p, row, 64) : range;
         if (piece.first_row + row >= p.seqlen_q || own.begin >= own.end)
-            return {range.begin, range.begin, range.begin, range.begin};
+            own = {range.begin, range.begin, range.begin, range.begin};
         // Full blocks count on references: before them each row must have seen a key.
         if constexpr (Plan::kBand && Plan::kLag) {
             const int first = piece.first_row + (Plan::kSkip ? row : 0);
             own.full_end = min_of(own.full_end,
                                   min_of(first + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
         }
-        return own;
-    }
-    __device__ __forceinline__ void compute_all(Output& o) {
-        const BlockRange range = piece().keys(p), own = own_range(range);
-#pragma unroll 1
-        for (int n = range.end - 1; n >= own.end; --n) skip();
-        if (own.begin < own.end)
-            compute(o, own);
-        else if constexpr (!Plan::kOutInQ)
-            release_q();
-#pragma unroll 1
-        for (int n = own.begin - 1; n >= range.begin; --n) skip();
+        return {own, range.end - own.end, own.begin - range.begin};
     }
 
     // What the cleaners took away, to the rows that see it.
@@ -615,7 +683,7 @@ struct Consumer {
         const uint4 last = smem.dirty().get();
         return max_of(last.x, last.y) >= piece().number();
     }
-    __device__ __forceinline__ void store(Output& o) {
+    __device__ __forceinline__ void store(Output& o, Softmax<float, 1, Plan::kFused>& softmax) {
         const Piece piece = this->piece();
         const int first_row = piece.first_row + 16 * warp;
         softmax.finish();
@@ -639,7 +707,7 @@ struct Consumer {
                 failed |= check[q] != 0 && first_row + 8 * q + lane_id() / 4 < p.seqlen_q;
             if (failed && !piece.exact()) store_shared(smem.failed(pieces.cursor.stage), 1);
         }
-        const OTile tile{smem.out(warp)};
+        const OTile tile{smem.out(warp, q_cursor.stage)};
         store_fragment(tile.part(0, 0), o);
         __syncwarp();
         if constexpr (Plan::kBand)
@@ -650,23 +718,53 @@ struct Consumer {
         __syncwarp();
     }
 
+    // The output on its way; the piece's places are free again.
+    __device__ __forceinline__ void finish(Output& o) {
+        if constexpr (Plan::kOutInQ) {
+            named_barrier_sync(1 + warp / 4, kWarpgroupSize);  // nobody reads q any more
+            store(o, finished);
+            fence_proxy_async();
+            release_q();
+        } else {
+            store(o, finished);
+        }
+        pieces.release();
+    }
+    // Whether the next piece's first scores can be started before this piece's last values.
+    __device__ __forceinline__ bool follows(OwnRange& next) const {
+        if constexpr (!Plan::kFollow) return false;
+        const Pieces following = pieces.following();
+        if (!following.is_piece()) return false;
+        next = own_range(following.current());
+        return next.blocks.begin < next.blocks.end;
+    }
     __device__ __forceinline__ void run() {
         if (Plan::kTurns && warp / 4 == kConsumers - 1) pass_turn();
-        for (; pieces.wait(); pieces.release()) {
+        while (pieces.wait()) {
+            OwnRange own = own_range(piece()), next;
             Output o;
             o.fill(0);
             softmax.init();
-            mbarrier_wait(smem.q_full(warp / 4), q_phase);
-            q_phase ^= 1;
-            compute_all(o);
-            if constexpr (Plan::kOutInQ) {
-                named_barrier_sync(1 + warp / 4, kWarpgroupSize);  // nobody reads q any more
-                store(o);
-                fence_proxy_async();
+            wait_q(q_cursor);
+            skip_k(own.above);
+            skip_v(own.above);
+            if (own.blocks.begin < own.blocks.end) {
+                first_step<Plan::kBand || Plan::kTail>(own.blocks.end - 1);
+                steps(o, own.blocks);
+#pragma unroll 1
+                while (follows(next)) {
+                    change_piece(o, own, next);
+                    own = next;
+                    steps(o, own.blocks);
+                }
+                last_step(o);
+            } else if constexpr (!Plan::kOutInQ) {
                 release_q();
-            } else {
-                store(o);
             }
+            skip_k(own.below);
+            skip_v(own.below);
+            finished = softmax;
+            finish(o);
         }
     }
 };
@@ -690,7 +788,7 @@ extern "C" __global__ void __launch_bounds__(kConsumerThreads + kWarpgroupSize, 
         if (kCleaners > 0 && warp > 1) Cleaner{p, smem, warp - 2}.run();
     } else {
         setmaxnreg_inc<Plan::kConsumerRegisters>();
-        Consumer consumer{p, smem, warp - kWarpgroupSize / kWarpSize, {smem}, 0};
+        Consumer consumer{p, smem, warp - kWarpgroupSize / kWarpSize, {smem}};
         consumer.run();
     }
 }

@@ -2,6 +2,13 @@
 launched is looked at instead.
 """
 
+<<<<<<< HEAD
+=======
+import importlib
+import math
+import struct
+import sys
+>>>>>>> portable
 import threading
 from dataclasses import replace
 
@@ -203,14 +210,37 @@ def test_too_many_blocks_raise(gpu_side):
         steps.Step(plan, b"", 2**31)
 
 
-@given(st.integers(1, 10**6), st.integers(0, 10**12), st.integers(0, 10**9))
-def test_sections_are_whole(gpu_side, heads, head_bytes, l2_bytes):
+@given(st.integers(1, 10**6), st.integers(1, 10**12), st.integers(0, 10**9), st.booleans())
+def test_sections_are_whole(gpu_side, heads, head_bytes, l2_bytes, turns):
+    """As few sections as L2 allows, none of them much smaller than the others."""
     _, steps, _ = gpu_side
     device = replace(HOPPER, l2_bytes=l2_bytes)
-    section, whole = steps.section_values(problem_of(band=Band(0, 0)), device, heads, head_bytes)
+    problem = problem_of(band=None if turns else Band(0, 0))
+    section, whole = steps.section_values(problem, device, heads, head_bytes, turns)
     assert 1 <= section <= heads and whole % section == 0 and heads - section < whole <= heads
     assert section == 1 or section * head_bytes <= l2_bytes
+    sections = -(-heads // section)
+    assert section * sections - heads < sections
+    more = section + 1  # heads a section: fewer sections, or no room
+    assert (more * head_bytes > l2_bytes * 3 // 4) or -(-heads // more) == sections
     assert steps.section_values(problem_of(), device, heads, head_bytes) == [1, heads]
+
+
+def test_sections_of_backward(gpu_side):
+    """Blocks that take turns at dq start together for as many heads as L2 holds, others do not."""
+    cupy, steps, launch = gpu_side
+    device = replace(HOPPER, l2_bytes=60 << 20)
+    assert steps.section_values(problem_of(), device, 16, 8 << 20, True) == [4, 16]
+    problem = problem_of(dim=64, dim_v=64, length=128, num_heads=6, num_kv_heads=2)
+    q, k, v, out, lse = _arrays(cupy, problem)
+    grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
+    heads = 2 * math.prod(problem.batch)
+    for deterministic, dq, section in ((True, True, heads), (True, False, 1), (False, True, 1)):
+        launch.log.clear()
+        given = [grads[0] if dq else None, *grads[1:]]
+        launch.backward(problem, out, q, k, v, out, lse, None, *given, deterministic)
+        (fields,) = (fields for plan, _, fields in launch.log if plan.kernel == "bwd_portable")
+        assert (fields["section"], fields["num_sectioned"]) == (section, heads)
 
 
 def test_more_leading_axes_run_in_turn(gpu_side):

@@ -23,6 +23,7 @@ class Tile:
     lag: bool = True
     halves: bool = True
     turns: bool = False
+    follow: bool = True
     skip: bool = True  # with a band, each warpgroup leaves out blocks that its own rows do not see
 
 
@@ -30,7 +31,7 @@ class Tile:
 FORWARD_TILES = {
     64: Tile(192, 128, 3),
     128: Tile(192, 80, 3),
-    256: Tile(128, 80, 2, fused=False, skip=False),
+    256: Tile(128, 80, 2, fused=True, lag=False, halves=False, follow=False),
 }
 
 # Registers a thread of the producer and of the consumers, by the number of consumer warpgroups: all
@@ -65,15 +66,16 @@ def forward_tile(problem) -> Tile:
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
     panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
-    q = tile.block_m * panel
+    groups, q_stages = tile.block_m // 64, 2 if tile.follow else 1
+    q = 64 * panel
+    out = tile_bytes(64, round_up(problem.head_dim_v, 16), 2)
     ring = tile.stages * tile.block_n * (panel + panel_v)
-    out = tile_bytes(tile.block_m, round_up(problem.head_dim_v, 16), 2)
-    barriers = round_up(8 * (4 + tile.block_m // 32 + 5 * tile.stages), 16) + 64 + 1024
-    apart = q + ring + out + barriers
-    if apart <= 227 * 1024:
+    barriers = 8 * (4 + 2 * groups * q_stages + 5 * tile.stages)
+    rest = ring + round_up(barriers, 16) + 64 + 1024
+    apart = groups * (q + out) + rest
+    if not tile.follow and apart <= 227 * 1024:
         return apart, False
-    groups = tile.block_m // 64
-    return max(q, groups * round_up(out // groups, 1024)) + ring + barriers, True
+    return q_stages * groups * max(q, round_up(out, 1024)) + rest, True
 
 
 def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
@@ -98,6 +100,7 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kFused", tile.fused),
         ("kLag", tile.lag),
         ("kTurns", tile.turns),
+        ("kFollow", tile.follow),
         ("kHalves", tile.halves),
         ("kSkip", tile.skip and problem.band is not None),
         ("kProducerRegisters", producer_registers),

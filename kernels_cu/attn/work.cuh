@@ -4,8 +4,9 @@
 
 // Blocks of one head are neighbours, so that those in flight read the same arrays from L2. With a
 // band they differ in length, and the last head's longest block would start late and run alone at
-// the end; then all of a section of heads start with their longest blocks. A section is as many
-// heads as fit in L2 together, 1 without a band.
+// the end; then all of a section of heads start with their longest blocks. Where blocks of one head
+// take turns (attn/turn.cuh), those of a section make several short queues in place of a long one.
+// A section is about as many heads as fit in L2 together, else 1.
 //
 // With slices, kSlices blocks share the rows and each computes its part of the result's columns:
 // where all of them would not fit a warp's registers.
