@@ -94,33 +94,24 @@ def _main_step(
     # What the blocks of one key/value head stream through: q, dout and dq_accum of its group.
     row_bytes = (problem.head_dim + problem.head_dim_v) * item + problem.head_dim * max(item, 4)
     query_bytes = problem.group * problem.seqlen_q * row_bytes
-<<<<<<< HEAD
+    # Blocks that take turns at the rows of one head follow each other at the distance of a turn,
+    # with no slack: what delays one delays all behind it. Blocks in flight that belong to several
+    # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, and
+    # counts on neighbours being of one head.)
+    hopper = plan.params == "backward_sm90"
+    turns = plan["kDeterministic"] and plan["kNeedDq"] and not hopper
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     values = (
         *steps.shape_values(problem, blocks),
-        *steps.section_values(problem, device, heads, query_bytes),
+        *steps.section_values(problem, device, heads, query_bytes, turns),
         *steps.band_values(problem),
         steps.scale_log2(problem),
-=======
-    # Blocks that take turns at the rows of one head follow each other at the distance of a turn,
-    # with no slack: what delays one delays all behind it. Blocks in flight that belong to several
-    # heads are as many shorter queues.
-    turns = plan["kDeterministic"] and plan["kNeedDq"]
-    return Step.of(
-        plan,
-        blocks * plan["kSlices"] * heads,
-        *all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
-        *shape_values(problem, blocks),
-        *section_values(problem, device, heads, query_bytes, turns),
-        *band_values(problem),
-        scale_log2(problem),
->>>>>>> portable
         problem.scale,
         stats_pitch,
         accum_pitch,
         num_m_blocks,
     )
-    if plan.params == "backward_sm90":
+    if hopper:
         block_m, block_n = plan["kBlockM"], plan["kBlockN"]
         return Step.of(
             plan,

@@ -2,13 +2,7 @@
 launched is looked at instead.
 """
 
-<<<<<<< HEAD
-=======
-import importlib
 import math
-import struct
-import sys
->>>>>>> portable
 import threading
 from dataclasses import replace
 
@@ -232,15 +226,20 @@ def test_sections_of_backward(gpu_side):
     device = replace(HOPPER, l2_bytes=60 << 20)
     assert steps.section_values(problem_of(), device, 16, 8 << 20, True) == [4, 16]
     problem = problem_of(dim=64, dim_v=64, length=128, num_heads=6, num_kv_heads=2)
-    q, k, v, out, lse = _arrays(cupy, problem)
-    grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
     heads = 2 * math.prod(problem.batch)
-    for deterministic, dq, section in ((True, True, heads), (True, False, 1), (False, True, 1)):
-        launch.log.clear()
-        given = [grads[0] if dq else None, *grads[1:]]
-        launch.backward(problem, out, q, k, v, out, lse, None, *given, deterministic)
-        (fields,) = (fields for plan, _, fields in launch.log if plan.kernel == "bwd_portable")
-        assert (fields["section"], fields["num_sectioned"]) == (section, heads)
+    for dtype, kernel, ordered in (
+        ("float32", "bwd_portable", heads),
+        ("bfloat16", "bwd_sm90", 1),  # where turns count on a head's blocks being neighbours
+    ):
+        problem = replace(problem, dtype=dtype)
+        q, k, v, out, lse = arrays_of(cupy, problem)
+        grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
+        for deterministic, dq, section in ((True, True, ordered), (True, False, 1), (False, True, 1)):
+            launch.log.clear()
+            given = [grads[0] if dq else None, *grads[1:]]
+            launch.backward(problem, out, q, k, v, out, lse, None, *given, deterministic)
+            (fields,) = (fields for plan, _, fields in launch.log if plan.kernel == kernel)
+            assert (fields["section"], fields["num_sectioned"]) == (section, heads)
 
 
 def test_more_leading_axes_run_in_turn(gpu_side):
