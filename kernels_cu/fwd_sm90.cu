@@ -5,23 +5,25 @@
 // A block stays on its SM and takes one piece of work after the other: kBlockM queries of one head.
 //
 //     who                       registers  does
-//     warpgroup 0, one lane     few        producer: loads q, k and v, and hands out the work
+//     warp 0, one lane          few        producer: hands out pieces, loads keys and values
+//     warp 1                    few        loads queries
+//     warps 2, 3                few        with a band: replace hidden inf and NaN in values
 //     warpgroups 1 ..           many       consumers: 64 rows of queries each
 //
-//     barrier        arrives                        waits
-//     q_full         producer + TMA bytes           consumers
-//     q_empty        each consumer warp, when its   producer
-//                    last S and its output's copy
-//                    in shared memory are done with
-//     k_full[stage]  producer + TMA bytes           consumers
-//     k_empty[..]    each consumer warp after S     producer
-//     v_full[..]     producer + TMA bytes           consumers
-//     v_empty[..]    each consumer warp after P V   producer
-//     work_full      producer                       consumers, for the number of the next piece
-//     work_empty     each consumer warp             producer
+//     barrier         arrives                              waits
+//     piece_full[2]   producer                             everybody else, for what to work on
+//     piece_empty[2]  everybody else, when done with it    producer
+//     q_full[group]   loader of queries + TMA bytes        the consumer warpgroup
+//     q_empty[..]     its warps, after the last S          loader of queries
+//     k_full[stage]   producer + TMA bytes                 consumers
+//     k_empty[..]     each consumer warp after S           producer
+//     v_full[..]      producer + TMA bytes                 consumers, or with a band cleaners
+//     v_clean[..]     cleaners                             consumers
+//     v_empty[..]     each consumer warp after P V, and    producer
+//                     each cleaner
 //
 // Shared memory, in panels of 64 columns as wgmma reads them: q | kStages x k | kStages x v | the
-// output on its way out (in place of q where there is no room) | barriers.
+// output on its way out (in place of q where there is no room) | barriers | pieces.
 //
 // Schedule of a consumer: S of the next block of keys is issued before the softmax of this one's
 // result is used, so that a product runs while exponentials are computed:
@@ -32,25 +34,37 @@
 //     wait for S(n), softmax of it   meanwhile
 //     wait for O, P(n) to 16 bits
 //
-// Keys run from the last visible block to the first. With a band, blocks of queries differ in
-// length: work is handed out by a counter, longest first (attn/work.cuh).
+// Keys run from the last visible block to the first: blocks that some rows do not see wholly, full
+// ones, and with a window again partly visible ones. A warpgroup leaves out blocks that none of its
+// rows see. Where pieces differ in length they are handed out by a counter, longest first
+// (attn/work.cuh).
 //
-// Measured on an H200, bfloat16, TFLOP/s full / causal at 4096 and at 16384 (cuDNN in the same
-// process: D=64 479/429, 478/456; D=128 643/552, 671/589; D=256 711/581, 729/634):
+// With kLate full blocks are weighed with the references that the blocks before left, and only then
+// these move (Softmax::update_late). Should that go out of range, or an output not be finite for
+// whatever reason, the piece fails and comes again, in exact steps only.
 //
-//     D    tile, stages  form                                4096      16384
-//     64   192 x 128, 3  (s - m) * c, all rows' blocks       461/342   505/416
-//     64   192 x 128, 3  fused, own blocks                   475/372   515/442
-//     64   192 x 96, 3   (s - m) * c                         432/375   464/436
-//     64   128 x 128, 4  fused, own blocks                   432/346   444/394
-//     128  192 x 80, 3   (s - m) * c, all rows' blocks       629/444   642/493
-//     128  192 x 80, 3   fused, own blocks                   638/504   683/557
-//     128  128 x 128, 2  fused, all rows' blocks             640/514   627/584
-//     128  128 x 176, 2  (s - m) * c                         572/463   626/574
-//     256  128 x 80, 2   (s - m) * c, all rows' blocks       699/552   748/699
-//     256  128 x 80, 2   fused, own blocks                   688/561   726/663
+// Measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio to cuDNN in
+// the same process, full | causal at 1024, 4096 and 16384. Runs differ by 3 %.
 //
-// Warpgroups taking turns at the tensor core (named barriers) lost 5 to 20 % everywhere.
+//     D    tile, stages  form         full               causal
+//     64   192 x 128, 3  exact        1.02  1.08  1.13   0.88  1.06  1.18
+//     64   192 x 128, 3  late, turns  1.00  1.11  1.16   0.86  1.02  1.11
+//     64   192 x 128, 3  late         0.97  1.04  1.04   0.84  0.99  1.07
+//     64   192 x 128, 4  late         0.88  0.96  0.98   0.85  1.05  1.16
+//     64   128 x 128, 4  late         0.92  0.99  1.03   0.77  0.88  0.91
+//     128  192 x 80, 3   exact        0.97  1.03  1.04   0.97  1.07  1.13
+//     128  192 x 80, 3   late         0.88  1.05  1.08   0.85  1.02  1.10
+//     128  192 x 80, 3   late, turns  0.90  1.00  1.04   0.89  1.06  1.10
+//     128  128 x 128, 2  exact        0.93  0.98  0.98   0.89  0.96  0.92
+//     128  128 x 128, 2  late, turns  0.87  0.97  1.00   0.85  0.96  1.03
+//     128  128 x 176, 2  late         0.81  0.95  1.00   0.72  0.92  1.01
+//     256  128 x 80, 2   exact        0.97  0.97  1.01   0.91  1.11  1.14
+//     256  128 x 80, 2   exact, turns 0.91  0.95  1.01   0.87  1.01  1.03
+//     256  128 x 80, 2   late         0.92  0.95  1.02   0.84  1.00  1.04
+//
+// Tried and left: the next piece's first S before this piece's last P V, with two places for
+// queries (2 to 8 % slower); a wait for O only after all exponentials, forced by a basic block's end
+// (1 to 8 % slower but for 64 full, where it gains 5 %); two places for queries alone.
 #include "attn/band.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
@@ -84,29 +98,23 @@ using OTile = SmemTile<T, 16, Plan::kHeadDimV>;
 inline constexpr int kOBytes = kConsumerWarps * OTile::kBytes;
 inline constexpr int kQPlace =
     Plan::kOutInQ ? max_of(kQBytes, (kOBytes / kConsumers + 1023) / 1024 * 1024) : kQBytes;
-inline constexpr int kQStages = Plan::kFollow ? 2 : 1;
-inline constexpr int kQEnd = kQStages * kConsumers * kQPlace;
-static_assert(!Plan::kFollow || Plan::kOutInQ, "the output of a piece leaves through its queries");
+inline constexpr int kQEnd = kConsumers * kQPlace;
 inline constexpr int kRingEnd = kQEnd + Plan::kStages * (kKBytes + kVBytes);
 inline constexpr int kBarriers = kRingEnd + (Plan::kOutInQ ? 0 : kOBytes);
 inline constexpr int kPieceSlots = 2;
-inline constexpr int kRingBarriers = 4 + 2 * kConsumers * kQStages;
-inline constexpr int kNumBarriers = kRingBarriers + 5 * Plan::kStages;
+inline constexpr int kNumBarriers = 4 + 2 * kConsumers + 5 * Plan::kStages;
 inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
-static_assert(kPieces + 64 + 1024 == Plan::kSmemBytes,
-              "families/sm90.py's sum is this one");
+static_assert(kPieces + 64 + 1024 == Plan::kSmemBytes, "families/sm90.py's sum is this one");
 
 using Scores = Fragment<float, 1, Plan::kBlockN / 8>;
 using Output = Fragment<float, 1, Plan::kHeadDimV / 8>;
 
-// A piece of work: kBlockM queries of one head. No piece: first_row is negative; whether more may
-// come is not known yet, or state is kEnd.
+// A piece of work: kBlockM queries of one head. No more work: first_row is negative.
 struct Piece {
     int first_row;
     u32 head, batch;
     u32 state;  // number of the piece among this thread block's, from 1 on; kExact
 
-    static constexpr u32 kEnd = 1;
     static constexpr u32 kExact = 1u << 31;  // every step looks for the maximum first
     __device__ __forceinline__ u32 number() const { return state & ~kExact; }
     __device__ __forceinline__ bool exact() const { return state >= kExact; }
@@ -133,28 +141,24 @@ template <int kCount> struct Cursor {
 struct Shared {
     u32 base;
 
-    __device__ __forceinline__ u32 q(int group, int stage) const {
-        return base + (stage * kConsumers + group) * kQPlace;
-    }
+    __device__ __forceinline__ u32 q(int group) const { return base + group * kQPlace; }
     __device__ __forceinline__ u32 k(int stage) const { return base + kQEnd + stage * kKBytes; }
     __device__ __forceinline__ u32 v(int stage) const {
         return base + kQEnd + Plan::kStages * kKBytes + stage * kVBytes;
     }
-    __device__ __forceinline__ u32 out(int warp, int stage) const {
-        return Plan::kOutInQ ? q(warp / 4, stage) + warp % 4 * OTile::kBytes
+    __device__ __forceinline__ u32 out(int warp) const {
+        return Plan::kOutInQ ? q(warp / 4) + warp % 4 * OTile::kBytes
                              : base + kRingEnd + warp * OTile::kBytes;
     }
     __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
     __device__ __forceinline__ u32 piece_full(int slot) const { return barrier(slot); }
     __device__ __forceinline__ u32 piece_empty(int slot) const { return barrier(2 + slot); }
-    __device__ __forceinline__ u32 q_full(int group, int stage) const {
-        return barrier(4 + stage * kConsumers + group);
-    }
-    __device__ __forceinline__ u32 q_empty(int group, int stage) const {
-        return q_full(group, kQStages + stage);
+    __device__ __forceinline__ u32 q_full(int group) const { return barrier(4 + group); }
+    __device__ __forceinline__ u32 q_empty(int group) const {
+        return barrier(4 + kConsumers + group);
     }
     __device__ __forceinline__ u32 ring(int kind, int stage) const {
-        return barrier(kRingBarriers + kind * Plan::kStages + stage);
+        return barrier(4 + 2 * kConsumers + kind * Plan::kStages + stage);
     }
     __device__ __forceinline__ u32 k_full(int stage) const { return ring(0, stage); }
     __device__ __forceinline__ u32 k_empty(int stage) const { return ring(1, stage); }
@@ -166,13 +170,15 @@ struct Shared {
     }
     // Not zero: the slot's piece must be computed again.
     __device__ __forceinline__ u32 failed(int slot) const { return base + kPieces + 48 + 4 * slot; }
+    // How many pieces were handed out: registers of the producer are full.
+    __device__ __forceinline__ u32 count() const { return base + kPieces + 56; }
     // The last piece in whose values a warp found inf or NaN, a word for each cleaner.
     __device__ __forceinline__ SharedValue<uint4> dirty() const { return {base + kPieces + 32}; }
 
     __device__ __forceinline__ void init() const {
-        for (int n = 0; n < kQStages * kConsumers; ++n) {
-            mbarrier_init(q_full(n, 0), 1);
-            mbarrier_init(q_empty(n, 0), kWarpgroupSize / kWarpSize);
+        for (int group = 0; group < kConsumers; ++group) {
+            mbarrier_init(q_full(group), 1);
+            mbarrier_init(q_empty(group), kWarpgroupSize / kWarpSize);
         }
         for (int slot = 0; slot < kPieceSlots; ++slot) {
             mbarrier_init(piece_full(slot), 1);
@@ -187,6 +193,7 @@ struct Shared {
         }
         dirty().set(uint4{0, 0, 0, 0});
         for (int slot = 0; slot < kPieceSlots; ++slot) store_shared(failed(slot), 0);
+        store_shared(count(), 0);
         fence_mbarrier_init();
     }
 };
@@ -241,9 +248,11 @@ struct Producer {
         v_cursor.next();
     }
 
-    __device__ __forceinline__ Piece piece_of(u32 index, u32 number) const {
+    __device__ __forceinline__ Piece piece_of(u32 index) const {
         Work<1> work(index, p.num_blocks, p.num_heads, p.section, p.num_sectioned, p.num_work);
         const int block = Plan::kBand ? int(p.num_blocks) - 1 - work.block : work.block;
+        const u32 number = load_shared(smem.count()) + 1;
+        store_shared(smem.count(), number);
         return {block * Plan::kBlockM, work.head, work.batch, number};
     }
     __device__ __forceinline__ void hand_out(const Piece& piece) {
@@ -251,20 +260,22 @@ struct Producer {
         mbarrier_arrive(smem.piece_full(pieces.stage));
         pieces.next();
     }
-    // Waits until the piece in the next slot is finished. If it failed, `piece` is that one again.
-    __device__ __forceinline__ bool is_failed(Piece& piece) const {
-        mbarrier_wait(smem.piece_empty(pieces.stage), pieces.phase ^ 1);
-        if (load_shared(smem.failed(pieces.stage)) == 0) return false;
-        store_shared(smem.failed(pieces.stage), 0);
-        piece = smem.piece(pieces.stage).get();
+    // Waits until the piece in a slot is finished. If it failed, `piece` is that one once more.
+    __device__ __forceinline__ bool is_failed(const Cursor<kPieceSlots>& slot, Piece& piece) const {
+        mbarrier_wait(smem.piece_empty(slot.stage), slot.phase ^ 1);
+        if (load_shared(smem.failed(slot.stage)) == 0) return false;
+        store_shared(smem.failed(slot.stage), 0);
+        piece = smem.piece(slot.stage).get();
         piece.state |= Piece::kExact;
         return true;
     }
-    // The next piece; false when there is none as far as is known.
-    __device__ __forceinline__ bool next_piece(u32& index, u32 number, Piece& piece) const {
-        if (is_failed(piece)) return true;
-        if (index >= p.num_work) return false;
-        piece = piece_of(index, number);
+    // The next piece; false when there is none.
+    __device__ __forceinline__ bool next_piece(u32& index, Piece& piece) const {
+        Cursor<kPieceSlots> other = pieces;
+        other.next();
+        if (is_failed(pieces, piece)) return true;
+        if (index >= p.num_work) return is_failed(other, piece);
+        piece = piece_of(index);
         index = take(index);
         return true;
     }
@@ -274,29 +285,22 @@ struct Producer {
         return gridDim.x + atomicAdd(static_cast<u32*>(p.ticket), 1u);
     }
 
-    __device__ __forceinline__ void load(const Piece& piece) {
-        const Loader loader(p, piece, p.group);
-        const BlockRange range = piece.keys(p);
-        if (range.begin >= range.end) return;
-        load_k(loader, range.end - 1);
-#pragma unroll 1
-        for (int n = range.end - 1; n > range.begin; --n) load_k(loader, n - 1), load_v(loader, n);
-        load_v(loader, range.begin);
-    }
     __device__ __forceinline__ void run() {
-        u32 index = blockIdx.x, number = 0;
-        // The end comes after two slots without a piece: those before have not failed then.
+        u32 index = blockIdx.x;
+        Piece piece;
 #pragma unroll 1
-        for (u32 idle = 0; idle < 2;) {
-            Piece piece;
-            if (next_piece(index, ++number, piece)) {
-                hand_out(piece);
-                load(piece);
-                idle = 0;
-            } else {
-                hand_out({-1, 0, 0, idle++ * Piece::kEnd});
-            }
+        while (next_piece(index, piece)) {
+            hand_out(piece);
+            const Loader loader(p, piece, p.group);
+            const BlockRange range = piece.keys(p);
+            if (range.begin >= range.end) continue;
+            load_k(loader, range.end - 1);
+#pragma unroll 1
+            for (int n = range.end - 1; n > range.begin; --n)
+                load_k(loader, n - 1), load_v(loader, n);
+            load_v(loader, range.begin);
         }
+        hand_out({-1, 0, 0, 0});
     }
 };
 
@@ -311,23 +315,10 @@ struct Pieces {
         return {uniform(piece.first_row), uniform(piece.head), uniform(piece.batch),
                 uniform(piece.state)};
     }
-    // Whether a piece is in the slot.
-    __device__ __forceinline__ bool is_piece() const {
+    // False when there is no more.
+    __device__ __forceinline__ bool wait() const {
         mbarrier_wait(smem.piece_full(cursor.stage), cursor.phase);
         return current().first_row >= 0;
-    }
-    // Moves on to the next piece; false when there is no more.
-    __device__ __forceinline__ bool wait() {
-        while (!is_piece()) {
-            if (current().state == Piece::kEnd) return false;
-            release();
-        }
-        return true;
-    }
-    __device__ __forceinline__ Pieces following() const {
-        Pieces next = *this;
-        next.cursor.next();
-        return next;
     }
     __device__ __forceinline__ void release() {
         warp_arrive(smem.piece_empty(cursor.stage));
@@ -342,17 +333,16 @@ struct QueryProducer {
 
     __device__ __forceinline__ void run() const {
         Pieces pieces{smem};
-        Cursor<kQStages> cursor;
+        u32 phase = 0;
 #pragma unroll 1
-        for (; pieces.wait(); pieces.release(), cursor.next()) {
+        for (; pieces.wait(); pieces.release(), phase ^= 1) {
             const Piece piece = pieces.current();
             const Loader loader(p, piece, 1);
 #pragma unroll 1
             for (int group = 0; group < kConsumers; ++group) {
-                mbarrier_wait(smem.q_empty(group, cursor.stage), cursor.phase ^ 1);
+                mbarrier_wait(smem.q_empty(group), phase ^ 1);
                 if (lane_id() == 0)
-                    loader.load<kPanels>(smem.q(group, cursor.stage), kQPanel, p.q_map,
-                                         smem.q_full(group, cursor.stage),
+                    loader.load<kPanels>(smem.q(group), kQPanel, p.q_map, smem.q_full(group),
                                          piece.first_row + 64 * group);
             }
         }
@@ -413,21 +403,14 @@ struct Cleaner {
 
 // ---- consumers ---------------------------------------------------------------------------------
 
-// A warpgroup's part of a piece's blocks of keys, and how many lie above and below it.
-struct OwnRange {
-    BlockRange blocks;
-    int above, below;
-};
-
 struct Consumer {
     const Params& p;
     const Shared smem;
     const int warp;  // among all consumers
     Pieces pieces;
-    Cursor<kQStages> q_cursor;
+    u32 q_phase;
     Cursor<Plan::kStages> k_cursor, v_cursor;
     Softmax<float, 1, Plan::kFused> softmax;
-    Softmax<float, 1, Plan::kFused> finished;  // of the piece whose output is on its way
     float factor[2];
     bool rescale;  // O must be multiplied by factor before the next P V
     u32 weights[Plan::kBlockN / 16][4];
@@ -444,10 +427,10 @@ struct Consumer {
             named_barrier_arrive(5 + (warp / 4 + 1) % kConsumers, 2 * kWarpgroupSize);
     }
     // S = Q K^T, started.
-    __device__ __forceinline__ void start_scores(Scores& s, const Cursor<kQStages>& q_cursor) {
+    __device__ __forceinline__ void start_scores(Scores& s) {
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
         float (&c)[Plan::kBlockN / 2] = reinterpret_cast<float (&)[Plan::kBlockN / 2]>(s.x);
-        const u64 q = matrix_descriptor(smem.q(warp / 4, q_cursor.stage), 0);
+        const u64 q = matrix_descriptor(smem.q(warp / 4), 0);
         const u64 k = matrix_descriptor(smem.k(k_cursor.stage), 0);
         wgmma_fence();
 #pragma unroll
@@ -479,24 +462,17 @@ struct Consumer {
         warp_arrive(smem.v_empty(v_cursor.stage));
         v_cursor.next();
     }
-    __device__ __forceinline__ void wait_q(const Cursor<kQStages>& cursor) const {
-        mbarrier_wait(smem.q_full(warp / 4, cursor.stage), cursor.phase);
-    }
-    __device__ __forceinline__ void release_q() {
-        warp_arrive(smem.q_empty(warp / 4, q_cursor.stage));
-        q_cursor.next();
-    }
+    __device__ __forceinline__ void release_q() { warp_arrive(smem.q_empty(warp / 4)); }
     __device__ __forceinline__ void rescale_output(Output& o) {
         if (rescale) o.for_each_row([&](float& x, int q) { x *= factor[q]; });
     }
 
     template <bool kMasked>
-    __device__ __forceinline__ void apply_score_and_mask(Scores& s, const Pieces& pieces,
-                                                         int n_block) const {
+    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if constexpr (!kMasked) return;
         const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
-        s.for_each(pieces.current().first_row + 16 * warp, n_block * Plan::kBlockN,
+        s.for_each(piece().first_row + 16 * warp, n_block * Plan::kBlockN,
                    [&](float& x, int i, int j) { x = visible(i, j) ? x : -infinity<float>(); });
     }
     __device__ __forceinline__ void set_factor(const float (&f)[2]) {
@@ -511,83 +487,64 @@ struct Consumer {
         rescale = false;
         softmax.update_late(s, scale(), [&](const float (&f)[2]) { set_factor(f); });
     }
-    // Exponentials come before what follows: the compiler would wait for the product first.
-    static __device__ __forceinline__ void pin(Scores& s) {
-        s.for_each_row([](float& x, int) { asm volatile("" : "+f"(x)); });
-    }
-    template <int kFrom = 0, int kTo = Plan::kBlockN / 16>
     __device__ __forceinline__ void round_weights(const Scores& s) {
 #pragma unroll
-        for (int step = kFrom; step < kTo; ++step)
+        for (int step = 0; step < Plan::kBlockN / 16; ++step)
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 weights[step][r] = pack<T>(s.x[0][2 * step + r / 2][r % 2 * 2],
                                            s.x[0][2 * step + r / 2][r % 2 * 2 + 1]);
     }
-    // Blocks of keys of which this warpgroup's rows see none.
-    __device__ __forceinline__ void skip_k(int count) {
-#pragma unroll 1
-        for (; count > 0; --count) {
-            take_turn();
-            pass_turn();
-            mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
-            release_k();
-        }
-    }
-    __device__ __forceinline__ void skip_v(int count) {
-#pragma unroll 1
-        for (; count > 0; --count) {
-            wait_v();
-            release_v();
-        }
+    // A block of keys of which this warpgroup's rows see none.
+    __device__ __forceinline__ void skip() {
+        take_turn();
+        pass_turn();
+        mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
+        release_k();
+        wait_v();
+        release_v();
     }
 
-    template <bool kMasked>
-    __device__ __forceinline__ void first_step(int n) {
+    template <bool kMasked> __device__ __forceinline__ void first_step(int n) {
         Scores s;
         take_turn();
-        start_scores(s, q_cursor);
+        start_scores(s);
         pass_turn();
         wgmma_wait_group<0>();
         release_k();
-        apply_score_and_mask<kMasked>(s, pieces, n);
+        apply_score_and_mask<kMasked>(s, n);
         update_softmax(s);
         round_weights(s);
     }
     // The scores of block n while the weights of the block behind it meet their values.
-    template <bool kMasked>
-    __device__ __forceinline__ void step(Output& o, int n) {
+    template <bool kMasked> __device__ __forceinline__ void step(Output& o, int n) {
         Scores s;
         take_turn();
-        start_scores(s, q_cursor);
+        start_scores(s);
         rescale_output(o);
         start_output(o);
         pass_turn();
         wgmma_wait_group<1>();
         release_k();
-        apply_score_and_mask<kMasked>(s, pieces, n);
+        apply_score_and_mask<kMasked>(s, n);
         update_softmax(s);
-        pin(s);
-        if constexpr (Plan::kHalves) wait_v();
         wgmma_wait_group<0>();
         release_v();
         round_weights(s);
     }
     // The same where every row sees every key.
     __device__ __forceinline__ void full_step(Output& o, int n) {
-        if constexpr (!Plan::kLag) return step<false>(o, n);
+        if constexpr (!Plan::kLate) return step<false>(o, n);
         Scores s;
         take_turn();
-        start_scores(s, q_cursor);
+        start_scores(s);
         rescale_output(o);
         start_output(o);
         pass_turn();
         wgmma_wait_group<1>();
         release_k();
-        apply_score_and_mask<false>(s, pieces, n);
+        apply_score_and_mask<false>(s, n);
         update_softmax_late(s);
-        pin(s);
-        if constexpr (Plan::kHalves) wait_v();
         wgmma_wait_group<0>();
         release_v();
         round_weights(s);
@@ -599,16 +556,16 @@ struct Consumer {
         wgmma_wait_group<0>();
         release_v();
     }
-    // All blocks of a piece but the first.
-    __device__ __forceinline__ void steps(Output& o, const BlockRange& range) {
-        const bool exact = Plan::kLag && piece().exact();
+    __device__ __forceinline__ void compute(Output& o, const BlockRange& range) {
+        const bool exact = Plan::kLate && piece().exact();
         const int full_end = exact ? range.begin : max_of(range.full_end, range.begin);
         const int full_begin = max_of(range.full_begin, range.begin);
         int n = range.end - 1;
+        first_step<Plan::kBand || Plan::kTail>(n);
         // Masked blocks, then full ones, then masked ones where the band has a lower end.
 #pragma unroll 1
         for (int until = full_end;; until = range.begin) {
-            if constexpr (Plan::kBand || Plan::kLag) {
+            if constexpr (Plan::kBand || Plan::kLate) {
 #pragma unroll 1
                 while (n > until) step<Plan::kBand>(o, --n);
                 if (n == range.begin) break;
@@ -617,53 +574,33 @@ struct Consumer {
             while (n > full_begin) full_step(o, --n);
             if (!Plan::kBand) break;
         }
-    }
-    // The last block's values of this piece meet the first block's scores of the next one.
-    __device__ __forceinline__ void change_piece(Output& o, const OwnRange& own,
-                                                 const OwnRange& next) {
-        const int skipped = own.below + next.above;
-        Cursor<kQStages> next_q = q_cursor;
-        next_q.next();
-        skip_k(skipped);
-        wait_q(next_q);
-        {
-            Scores s;
-            take_turn();
-            start_scores(s, next_q);
-            rescale_output(o);
-            start_output(o);
-            pass_turn();
-            wgmma_wait_group<1>();
-            release_k();
-            apply_score_and_mask<Plan::kBand || Plan::kTail>(s, pieces.following(),
-                                                             next.blocks.end - 1);
-            finished = softmax;
-            softmax.init();
-            update_softmax(s);
-            rescale = false;
-            pin(s);
-            wgmma_wait_group<0>();
-            release_v();
-            round_weights(s);
-        }
-        finish(o);
-        o.fill(0);
-        skip_v(skipped);
+        last_step(o);
     }
     // The blocks of keys that this warpgroup's rows see.
-    __device__ __forceinline__ OwnRange own_range(const Piece& piece) const {
-        const BlockRange range = piece.keys(p);
+    __device__ __forceinline__ BlockRange own_range(const BlockRange& range) const {
+        const Piece piece = this->piece();
         const int row = warp / 4 * 64;
         BlockRange own = Plan::kSkip ? piece.keys(p, row, 64) : range;
         if (piece.first_row + row >= p.seqlen_q || own.begin >= own.end)
-            own = {range.begin, range.begin, range.begin, range.begin};
+            return {range.begin, range.begin, range.begin, range.begin};
         // Full blocks count on references: before them each row must have seen a key.
-        if constexpr (Plan::kBand && Plan::kLag) {
+        if constexpr (Plan::kBand && Plan::kLate) {
             const int first = piece.first_row + (Plan::kSkip ? row : 0);
-            own.full_end = min_of(own.full_end,
-                                  min_of(first + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
+            own.full_end =
+                min_of(own.full_end, min_of(first + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
         }
-        return {own, range.end - own.end, own.begin - range.begin};
+        return own;
+    }
+    __device__ __forceinline__ void compute_all(Output& o) {
+        const BlockRange range = piece().keys(p), own = own_range(range);
+#pragma unroll 1
+        for (int n = range.end - 1; n >= own.end; --n) skip();
+        if (own.begin < own.end)
+            compute(o, own);
+        else if constexpr (!Plan::kOutInQ)
+            release_q();
+#pragma unroll 1
+        for (int n = own.begin - 1; n >= range.begin; --n) skip();
     }
 
     // What the cleaners took away, to the rows that see it.
@@ -683,7 +620,7 @@ struct Consumer {
         const uint4 last = smem.dirty().get();
         return max_of(last.x, last.y) >= piece().number();
     }
-    __device__ __forceinline__ void store(Output& o, Softmax<float, 1, Plan::kFused>& softmax) {
+    __device__ __forceinline__ void store(Output& o) {
         const Piece piece = this->piece();
         const int first_row = piece.first_row + 16 * warp;
         softmax.finish();
@@ -701,13 +638,13 @@ struct Consumer {
             x *= inverse[q];
             check[q] = fma_of(x, 0.f, check[q]);
         });
-        if constexpr (Plan::kLag) {
+        if constexpr (Plan::kLate) {
             bool failed = false;
             for (int q = 0; q < 2; ++q)
                 failed |= check[q] != 0 && first_row + 8 * q + lane_id() / 4 < p.seqlen_q;
             if (failed && !piece.exact()) store_shared(smem.failed(pieces.cursor.stage), 1);
         }
-        const OTile tile{smem.out(warp, q_cursor.stage)};
+        const OTile tile{smem.out(warp)};
         store_fragment(tile.part(0, 0), o);
         __syncwarp();
         if constexpr (Plan::kBand)
@@ -718,53 +655,23 @@ struct Consumer {
         __syncwarp();
     }
 
-    // The output on its way; the piece's places are free again.
-    __device__ __forceinline__ void finish(Output& o) {
-        if constexpr (Plan::kOutInQ) {
-            named_barrier_sync(1 + warp / 4, kWarpgroupSize);  // nobody reads q any more
-            store(o, finished);
-            fence_proxy_async();
-            release_q();
-        } else {
-            store(o, finished);
-        }
-        pieces.release();
-    }
-    // Whether the next piece's first scores can be started before this piece's last values.
-    __device__ __forceinline__ bool follows(OwnRange& next) const {
-        if constexpr (!Plan::kFollow) return false;
-        const Pieces following = pieces.following();
-        if (!following.is_piece()) return false;
-        next = own_range(following.current());
-        return next.blocks.begin < next.blocks.end;
-    }
     __device__ __forceinline__ void run() {
         if (Plan::kTurns && warp / 4 == kConsumers - 1) pass_turn();
-        while (pieces.wait()) {
-            OwnRange own = own_range(piece()), next;
+        for (; pieces.wait(); pieces.release()) {
             Output o;
             o.fill(0);
             softmax.init();
-            wait_q(q_cursor);
-            skip_k(own.above);
-            skip_v(own.above);
-            if (own.blocks.begin < own.blocks.end) {
-                first_step<Plan::kBand || Plan::kTail>(own.blocks.end - 1);
-                steps(o, own.blocks);
-#pragma unroll 1
-                while (follows(next)) {
-                    change_piece(o, own, next);
-                    own = next;
-                    steps(o, own.blocks);
-                }
-                last_step(o);
-            } else if constexpr (!Plan::kOutInQ) {
+            mbarrier_wait(smem.q_full(warp / 4), q_phase);
+            q_phase ^= 1;
+            compute_all(o);
+            if constexpr (Plan::kOutInQ) {
+                named_barrier_sync(1 + warp / 4, kWarpgroupSize);  // nobody reads q any more
+                store(o);
+                fence_proxy_async();
                 release_q();
+            } else {
+                store(o);
             }
-            skip_k(own.below);
-            skip_v(own.below);
-            finished = softmax;
-            finish(o);
         }
     }
 };
@@ -788,7 +695,7 @@ extern "C" __global__ void __launch_bounds__(kConsumerThreads + kWarpgroupSize, 
         if (kCleaners > 0 && warp > 1) Cleaner{p, smem, warp - 2}.run();
     } else {
         setmaxnreg_inc<Plan::kConsumerRegisters>();
-        Consumer consumer{p, smem, warp - kWarpgroupSize / kWarpSize, {smem}};
+        Consumer consumer{p, smem, warp - kWarpgroupSize / kWarpSize, {smem}, 0};
         consumer.run();
     }
 }

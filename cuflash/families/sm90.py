@@ -20,19 +20,19 @@ class Tile:
     block_n: int
     stages: int
     fused: bool = True  # the exponent by one multiply-add (attn/softmax.cuh)
-    lag: bool = True
-    halves: bool = True
-    turns: bool = False
-    follow: bool = True
+    late: bool = False  # exponentials before the block's maximum is known
+    turns: bool = False  # warpgroups start their products in turn
     skip: bool = True  # with a band, each warpgroup leaves out blocks that its own rows do not see
 
 
-# By largest padded head dimension, as measured at 1024 to 16384 (fwd_sm90.cu has the figures).
+# By largest padded head dimension: with a band or few keys, and without, as measured at 1024 to
+# 16384 (fwd_sm90.cu has the figures).
 FORWARD_TILES = {
-    64: Tile(192, 128, 3),
-    128: Tile(192, 80, 3),
-    256: Tile(128, 80, 2, fused=True, lag=False, halves=False, follow=False),
+    64: (Tile(192, 128, 3), Tile(192, 128, 3, late=True, turns=True)),
+    128: (Tile(192, 80, 3), Tile(192, 80, 3, late=True)),
+    256: (Tile(128, 80, 2), Tile(128, 80, 2)),
 }
+FEW_KEYS = 2048
 
 # Registers a thread of the producer and of the consumers, by the number of consumer warpgroups: all
 # of an SM's 65,536 divided.
@@ -60,22 +60,21 @@ def reject(problem, device, access) -> str | None:
 def forward_tile(problem) -> Tile:
     """The table's tile for a problem."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    return FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
+    short, long = FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
+    return long if problem.band is None and problem.seqlen_k > FEW_KEYS else short
 
 
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
     panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
-    groups, q_stages = tile.block_m // 64, 2 if tile.follow else 1
-    q = 64 * panel
-    out = tile_bytes(64, round_up(problem.head_dim_v, 16), 2)
+    groups = tile.block_m // 64
+    q, out = 64 * panel, tile_bytes(64, round_up(problem.head_dim_v, 16), 2)
     ring = tile.stages * tile.block_n * (panel + panel_v)
-    barriers = 8 * (4 + 2 * groups * q_stages + 5 * tile.stages)
-    rest = ring + round_up(barriers, 16) + 64 + 1024
+    rest = ring + round_up(8 * (4 + 2 * groups + 5 * tile.stages), 16) + 64 + 1024
     apart = groups * (q + out) + rest
-    if not tile.follow and apart <= 227 * 1024:
+    if apart <= 227 * 1024:
         return apart, False
-    return q_stages * groups * max(q, round_up(out, 1024)) + rest, True
+    return groups * max(q, round_up(out, 1024)) + rest, True
 
 
 def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
@@ -98,10 +97,8 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kStages", tile.stages),
         ("kOutInQ", out_in_q),
         ("kFused", tile.fused),
-        ("kLag", tile.lag),
+        ("kLate", tile.late),
         ("kTurns", tile.turns),
-        ("kFollow", tile.follow),
-        ("kHalves", tile.halves),
         ("kSkip", tile.skip and problem.band is not None),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),

@@ -109,7 +109,7 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
             sum[q] += x;
         });
         reduce(highest);
-        adjust<true>(highest, scale, [&](const Accum (&factor)[kRows]) {
+        adjust<true>(highest, scale, [&](const Accum(&factor)[kRows]) {
             s.for_each_row([&](Accum& x, int q) { x *= factor[q]; });
             rescale(factor);
         });
