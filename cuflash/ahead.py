@@ -13,9 +13,9 @@ from .plan import CPP_TYPES, ITEM_BYTES, Plan
 from .problem import Band, Problem
 
 
-# A length that every tile divides, and one that none does: without a band it is compiled in whether
-# a sequence ends inside a block.
-LENGTHS = (16 * 720_720, 1000)
+# Lengths that every tile divides, and that none does, many keys and few (families/sm90.py: FEW_KEYS):
+# without a band it is compiled in whether a sequence ends inside a block.
+LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 1280, 1000)
 
 
 @dataclass(frozen=True)

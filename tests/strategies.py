@@ -247,7 +247,7 @@ def place(home, case, arrays=None):
 
 
 # Tiles of the Hopper family that fit its shared memory at every head dimension, with one, two and
-# three warpgroups of consumers.
+# three warpgroups of consumers; the last one's registers hold values of up to 128 dimensions.
 HOPPER_TILES = ((64, 64, 2), (128, 64, 2), (192, 48, 2))
 
 

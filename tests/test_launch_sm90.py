@@ -34,7 +34,8 @@ def test_hopper_forward_passes_the_facts_of_a_call(gpu_side, band, length):
     assert fields["num_work"] == 36 * fields["num_blocks"]
     assert blocks == min(fields["num_work"], HOPPER.num_sms)
     # A counter only where blocks draw more than their first piece, and zeroed each time.
-    drawn = band is not None and fields["num_work"] > blocks
+    uneven = band is not None or length % plan["kBlockM"] != 0
+    drawn = uneven and fields["num_work"] > blocks
     assert (fields["ticket"] != 0) == drawn and cupy.log == ["zeroed"] * drawn
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -58,7 +59,7 @@ def test_kernels_compile(nvrtc, dims):
         _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
         assert "C75" not in log, (form, deterministic)
         if deterministic:
-            assert " 0 bytes spill stores, 0 bytes spill loads" in log, form
+            assert not re.search(r"[1-9]\d* bytes spill", log), form
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

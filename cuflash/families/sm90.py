@@ -39,6 +39,7 @@ FEW_KEYS = 2048
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 WARPGROUP_ROWS = 64  # of queries: each consumer warpgroup's are loaded apart
+OTHER_REGISTERS = 24  # of a consumer, besides scores, weights and output
 MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
 
 
@@ -78,12 +79,24 @@ def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
 
 
 def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
-    """The plan of fwd_sm90.cu."""
+    """The plan of fwd_sm90.cu.
+
+    Raises
+    ------
+    NotImplementedError
+        The tile's accumulators do not fit the registers of a consumer.
+    """
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
     tile = forward_tile(problem) if tile is None else tile
     smem, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
+    needed = tile.block_n // 2 + tile.block_n // 4 + head_dim_v // 2 + OTHER_REGISTERS
+    if needed > consumer_registers:
+        raise NotImplementedError(
+            f"{tile} needs {needed} registers a thread for head_dim_v {problem.head_dim_v}; there "
+            f"are {consumer_registers}"
+        )
     sign = (problem.scale > 0) - (problem.scale < 0)
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
