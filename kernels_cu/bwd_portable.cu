@@ -231,7 +231,7 @@ struct Backward {
         constexpr int kPieces = Plan::kBlockM * int(sizeof(Accum)) / 16;
         const Accum* first = static_cast<const Accum*>(p.stats) + i64(head) * 3 * p.stats_pitch +
                              i64(m_block) * Plan::kBlockM;
-        for (int i = threadIdx.x; i < 3 * kPieces; i += kThreads) {
+        for (int i = detached(int(threadIdx.x)); i < 3 * kPieces; i += kThreads) {
             const int which = i / kPieces, col = i % kPieces * (16 / int(sizeof(Accum)));
             cp_async<16>(stats_tile(stage).address(which, col),
                          first + which * p.stats_pitch + col);
@@ -336,7 +336,7 @@ struct Backward {
     }
 
     __device__ __forceinline__ void accumulate_dq(int m_block, KTile k_input) {
-        const int warp = int(threadIdx.x) / kWarpSize;
+        const int warp = detached(int(threadIdx.x)) / kWarpSize;
         if (kDqWarps < Plan::kWarps && warp >= kDqWarps) return;
         const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
         const BlockWork w = work();
@@ -392,11 +392,11 @@ struct Backward {
         store_tile<Plan::kStoreBytes, kThreads>(
             dk_tile,
             grad_rows(p.dk, p.dk_strides, p.head_dim).from_column(slice() * Plan::kSliceDim),
-            first_key(), threadIdx.x);
+            first_key(), detached(int(threadIdx.x)));
         store_tile<Plan::kStoreBytes, kThreads>(
             dv_tile,
             grad_rows(p.dv, p.dv_strides, p.head_dim_v).from_column(slice() * Plan::kSliceDimV),
-            first_key(), threadIdx.x);
+            first_key(), detached(int(threadIdx.x)));
     }
 
     __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage,

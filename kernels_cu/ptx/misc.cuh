@@ -12,6 +12,13 @@ __device__ __forceinline__ int opaque(int x) {
     return x;
 }
 
+// The same for the assembler too, which sees through the above: every lane takes x from itself, so
+// the whole warp must be here.
+__device__ __forceinline__ int detached(int x) {
+    asm volatile("shfl.sync.bfly.b32 %0, %0, 0, 31, 0xffffffff;" : "+r"(x));
+    return x;
+}
+
 // x of the warp's first lane: the same in all lanes anyway, which the compiler then knows, and keeps
 // what follows from it in uniform registers.
 template <class X> __device__ __forceinline__ X uniform(X x) {

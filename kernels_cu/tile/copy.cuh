@@ -13,7 +13,7 @@
 template <int kBytes, int kThreads, class T, class Tile>
 __device__ __forceinline__ void load_tile(Tile tile, const Rows<T>& rows, int first) {
     const int thread =
-        opaque(int(threadIdx.x));  // addresses are cheap to compute again, registers are not
+        detached(int(threadIdx.x));  // addresses are cheap to compute again, registers are not
     if constexpr (kBytes > 0) {
         constexpr int kPieces = Tile::kCols * int(sizeof(T)) / kBytes;  // a row
         constexpr int kTotal = kPieces * Tile::kRows;
@@ -95,7 +95,7 @@ __device__ __forceinline__ bool find_nonfinite(Tile tile) {
     constexpr int kPieces = Tile::kCols / kPerPiece;
     bool found = false;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < kPieces * Tile::kRows; i += kThreads) {
+    for (int i = detached(int(threadIdx.x)); i < kPieces * Tile::kRows; i += kThreads) {
         const int row = i / kPieces, col = i % kPieces * kPerPiece;
         if (!has_nonfinite<T>(tile.load_piece(row, col))) continue;
         found = true;
