@@ -262,10 +262,8 @@ def _divides(setting: Setting, tile) -> bool:
     """The rules that the kernels assert: whole fragments for every warp. And a warp has at most 32
     rows, since more do not fit its registers.
     """
-    if setting.family is sm90:
-        return True  # every value of the grid does
-    if setting.family is sm90_backward:
-        return sm90_backward.takes(setting.problem, tile)
+    if setting.family is not portable:
+        return setting.family.takes(setting.problem, tile)
     if tile.warps % tile.share != 0:
         return False
     if setting.case.way == "fwd":

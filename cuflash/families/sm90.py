@@ -65,6 +65,12 @@ def forward_tile(problem) -> Tile:
     return long if problem.band is None and problem.seqlen_k > FEW_KEYS else short
 
 
+def takes(problem, tile: Tile) -> bool:
+    """Whether a consumer's registers hold scores, weights and output."""
+    accumulators = (tile.block_n + tile.block_n // 2 + round_up(problem.head_dim_v, 16)) // 2
+    return accumulators + OTHER_REGISTERS <= REGISTERS[tile.block_m // 64][1]
+
+
 def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
     """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
     panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
@@ -91,11 +97,10 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
     smem, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
-    needed = tile.block_n // 2 + tile.block_n // 4 + head_dim_v // 2 + OTHER_REGISTERS
-    if needed > consumer_registers:
+    if not takes(problem, tile):
         raise NotImplementedError(
-            f"{tile} needs {needed} registers a thread for head_dim_v {problem.head_dim_v}; there "
-            f"are {consumer_registers}"
+            f"{tile} needs more than {consumer_registers} registers a thread for head_dim_v "
+            f"{problem.head_dim_v}"
         )
     sign = (problem.scale > 0) - (problem.scale < 0)
     constants = (
