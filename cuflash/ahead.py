@@ -12,9 +12,8 @@ from .families import Access, Device, choose, device_of, portable
 from .plan import CPP_TYPES, ITEM_BYTES, Plan
 from .problem import Band, Problem
 
-
-# Lengths that every tile divides, and that none does, many keys and few (families/sm90.py: FEW_KEYS):
-# without a band it is compiled in whether a sequence ends inside a block.
+# Lengths that every tile divides, and that none does, with many keys and with few (FEW_KEYS in
+# families/sm90.py): without a band it is compiled in whether a sequence ends inside a block.
 LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 1280, 1000)
 
 

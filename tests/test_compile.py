@@ -154,7 +154,9 @@ class Built:
 
     def faults(self) -> list[str]:
         found = [self.error] if self.error else list(self.warnings)
-        most = SCALAR_BYTES if self.registers == 255 and self.short else PRODUCER_BYTES * self.hopper
+        most = PRODUCER_BYTES if self.hopper else 0
+        if self.registers == 255 and self.short:
+            most = SCALAR_BYTES
         if self.spilled > most and not self.may_spill:
             found.append(f"{self.spilled} bytes spilled at {self.registers} registers")
         if self.cpu_seconds > CPU_SECONDS:

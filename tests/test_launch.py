@@ -234,7 +234,8 @@ def test_sections_of_backward(gpu_side):
         problem = replace(problem, dtype=dtype)
         q, k, v, out, lse = arrays_of(cupy, problem)
         grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
-        for deterministic, dq, section in ((True, True, ordered), (True, False, 1), (False, True, 1)):
+        orders = ((True, True, ordered), (True, False, 1), (False, True, 1))
+        for deterministic, dq, section in orders:
             launch.log.clear()
             given = [grads[0] if dq else None, *grads[1:]]
             launch.backward(problem, out, q, k, v, out, lse, None, *given, deterministic)

@@ -69,8 +69,10 @@ def test_kernels_compile(nvrtc, head_dim, head_dim_v, band, dtype):
     _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
     assert "C75" not in log
     if band is None:
-        # One register of the producer, once a piece of work.
-        assert all(int(n) <= 4 for n in re.findall(r"(\d+) bytes spill", log))
+        # One register of the producer, once a piece of work. Some compilers report nothing.
+        spilled = re.findall(r"(\d+) bytes spill", log)
+        assert spilled or not log.strip("\0")
+        assert all(int(n) <= 4 for n in spilled)
 
 
 @pytest.mark.parametrize(

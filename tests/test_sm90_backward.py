@@ -59,7 +59,9 @@ def test_kernels_compile(nvrtc, dims):
         _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
         assert "C75" not in log, (form, deterministic)
         if deterministic:
-            assert not re.search(r"[1-9]\d* bytes spill", log), form
+            spilled = re.findall(r"(\d+) bytes spill", log)
+            assert spilled or not log.strip("\0"), form  # some compilers report nothing
+            assert not any(map(int, spilled)), form
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
