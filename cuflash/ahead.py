@@ -12,9 +12,10 @@ from .families import Access, Device, choose, device_of, portable
 from .plan import CPP_TYPES, ITEM_BYTES, Plan
 from .problem import Band, Problem
 
-# Lengths that every tile divides, and that none does, with many keys and with few (FEW_KEYS in
-# families/sm90.py): without a band it is compiled in whether a sequence ends inside a block.
-LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 1280, 1000)
+# Lengths that every tile divides, and that none does, with many keys and with few, for which
+# families/sm90.py has tiles of their own: without a band it is compiled in whether a sequence ends
+# inside a block.
+LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 768, 1000, 384)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def compile_ahead(
     for dtype, (head_dim, head_dim_v), banded in itertools.product(
         dtypes, zip(head_dims, values), causal
     ):
-        for length in LENGTHS[:1] if banded else LENGTHS:
+        for length in LENGTHS:
             problem = Problem(
                 dtype=dtype,
                 batch=(1,),

@@ -18,7 +18,7 @@ from .families import choose, sm90
 from .launch_backward import backward
 from .launch_steps import BATCH_DIMS, Step
 from .plan import round_up
-from .tensormap import Encoder
+from .tensormap import Encoder, unfit
 
 __all__ = ["backward", "explain", "forward", "merge"]
 
@@ -35,7 +35,7 @@ class _Forward(NamedTuple):
 
     step: Step
     packed: tuple[str, ...]  # names of the inputs that are packed first
-    mapped: bool  # whether q, k and v are passed by tensor maps
+    mapped: tuple[int, ...]  # which of q, k, v, out and lse are passed by tensor maps, in order
     ticket: bool  # whether blocks draw their work from a counter, if the kernel can
 
 
@@ -80,6 +80,8 @@ def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
             Encoder(q, sm90.WARPGROUP_ROWS),
             Encoder(k, plan["kBlockN"]),
             Encoder(v, plan["kBlockN"]),
+            # Where the output does not leave by a map, q's stands in.
+            Encoder(out if plan["kStoreBytes"] else q, sm90.STORE_ROWS),
         ),
     )
 
@@ -93,7 +95,7 @@ def _prepare(problem, device, arrays, tile=None):
     """The forward pass of (q, k, v, out, lse), its family and why others were not taken."""
     q, k, v, out, lse = arrays
     read = steps.pack_narrow(problem, q, k, v)
-    store = steps.whole_rows(out, problem.head_dim_v)
+    store = steps.whole_rows(out, problem.head_dim_v) and unfit(out) is None
     access = steps.access_of(store, **dict(zip("qkv", read)))
     family, rejections = choose(problem, device, access, "forward", tile)
     plan = family.forward_plan(problem, device, access, tile=tile)
@@ -103,7 +105,8 @@ def _prepare(problem, device, arrays, tile=None):
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
     uneven = problem.band is not None or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
-    return _Forward(step, packed, family is sm90, ticket), family, rejections
+    mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
+    return _Forward(step, packed, mapped, ticket), family, rejections
 
 
 def forward(problem, q, k, v, out, lse, tile=None) -> None:
@@ -151,7 +154,7 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
         return
     counter = _new_ticket() if ticket else None
     place = 0 if counter is None else counter.ptr
-    step.launch(device_id, *starts[2:], place, mapped=starts[:3])
+    step.launch(device_id, *starts[2:], place, mapped=[starts[n] for n in mapped])
 
 
 def _new_ticket():
