@@ -1,25 +1,12 @@
 """The kernels that a call needs, listed without launching any: host arrays in CuPy's place."""
 
-import sys
-
 import numpy as np
 import pytest
-from launches import gpu_side  # noqa: F401
+from launches import gpu_side, on_host  # noqa: F401
 
-from cuflash import arrays, attention_vjp, cli_check, jit, prebuild
+from cuflash import attention_vjp, cli_check, jit, prebuild
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
-
-
-@pytest.fixture
-def fake(gpu_side, monkeypatch):  # noqa: F811
-    """(cupy, launch) on host arrays."""
-    cupy, _, launch = gpu_side
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    monkeypatch.setitem(sys.modules, "cupy.cuda.nvrtc", cupy.cuda.nvrtc)
-    arrays.cupy_home.cache_clear()
-    yield cupy, launch
-    arrays.cupy_home.cache_clear()
 
 
 def _launched(log):
@@ -36,9 +23,9 @@ def _cases(count):
         yield case, [view(base) for base, view in case.arrays(rng)]
 
 
-def test_listed_are_the_kernels_that_a_call_launches(fake):
+def test_listed_are_the_kernels_that_a_call_launches(on_host):
     """Random calls of the check command: both families, packed and strided inputs, groups."""
-    cupy, launch = fake
+    cupy, launch = on_host
     kernels = set()
     for case, views in _cases(60):
         q, k, v, dout = _on_device(cupy, views)
@@ -52,8 +39,8 @@ def test_listed_are_the_kernels_that_a_call_launches(fake):
     assert kernels == hopper | {"fwd_portable", "bwd_portable", "delta", "cast"}
 
 
-def test_listed_are_the_kernels_of_all_launches_of_many_leading_axes(fake):
-    cupy, launch = fake
+def test_listed_are_the_kernels_of_all_launches_of_many_leading_axes(on_host):
+    cupy, launch = on_host
     rows = np.zeros((2, 1, 2, 1, 2, 3, 70, 64), np.float16)
     q, k, v, dout = _on_device(cupy, [rows] * 4)
     listed = prebuild.plans_of_call(dout, q, k, v, {})
@@ -63,8 +50,8 @@ def test_listed_are_the_kernels_of_all_launches_of_many_leading_axes(fake):
     assert list(dict.fromkeys(listed)) == _launched(launch.log)
 
 
-def test_listing_refuses_what_the_call_refuses(fake):
-    cupy, _ = fake
+def test_listing_refuses_what_the_call_refuses(on_host):
+    cupy, _ = on_host
     q, k, v, dout = _on_device(cupy, [np.zeros((2, 8, 4), np.float32)] * 4)
     with pytest.raises(ValueError, match="window"):
         prebuild.plans_of_call(dout, q, k, v, {"window": (-5, 0)})
@@ -79,8 +66,8 @@ class _Device:
         return array
 
 
-def test_check_builds_what_its_cases_launch(fake, monkeypatch, capsys):
-    cupy, launch = fake
+def test_check_builds_what_its_cases_launch(on_host, monkeypatch, capsys):
+    cupy, launch = on_host
     built, list_plans = [], prebuild.plans_of_call
 
     def plans_of_call(*arguments):

@@ -16,7 +16,7 @@ ARCH = "sm_80"
 PLANS = [portable.combine_plan(dtype) for dtype in CPP_TYPES]
 
 
-def test_is_built_makes_nothing(nvrtc, cache):  # noqa: F811
+def test_is_built_makes_nothing(nvrtc, cache):
     plan = PLANS[0]
     assert not jit.is_built(plan, ARCH)
     assert not cache.exists()
@@ -27,7 +27,7 @@ def test_is_built_makes_nothing(nvrtc, cache):  # noqa: F811
     assert not jit.is_built(plan, ARCH)
 
 
-def test_a_pool_builds_each_kernel_once(nvrtc, cache):  # noqa: F811
+def test_a_pool_builds_each_kernel_once(nvrtc, cache):
     prebuild.build(PLANS[1], ARCH)
     records = list(prebuild.build_all([*PLANS, PLANS[0]], ARCH, jobs=2))
     assert [record.plan for record in records if record.cached] == [PLANS[1]]
@@ -49,7 +49,7 @@ def _worker(plan, arch):
     return plan, os.getpid()
 
 
-def test_a_killed_worker_does_not_stop_the_others(cache, monkeypatch):  # noqa: F811
+def test_a_killed_worker_does_not_stop_the_others(cache, monkeypatch):
     monkeypatch.setattr(jit, "is_built", lambda plan, arch: False)
     outcomes = list(prebuild.build_all(PLANS, ARCH, jobs=2, worker=_worker))
     assert (cache / "killed").exists()
