@@ -30,7 +30,7 @@ _FEW_KEYS, _FEW_DIMS = 128, 32
 # error.
 _FEW_ROWS = {"float16": 64, "bfloat16": 64, "float32": 256}
 # From here on backward in float64 may take the float32 out and lse as they are: their one rounding
-# is then small beside the many of the score matrix's sums. With fewer dims up to 9 % of the heads
+# is then small beside the many of the score matrix's sums. With fewer dims up to 18 % of the heads
 # were over.
 _GIVEN_DIMS, _GIVEN_ROWS = 8, 64
 
