@@ -229,7 +229,8 @@ struct Forward {
         T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
         store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows.from_column(w.slice * Plan::kHeadDimV),
-                                                 w.block * Plan::kBlockM + warp_row, detached(lane_id()));
+                                                 w.block * Plan::kBlockM + warp_row,
+                                                 detached(lane_id()));
     }
     __device__ __forceinline__ Accum* lse_start() const {
         const BlockWork w = work();
