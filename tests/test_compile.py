@@ -33,11 +33,6 @@ pytestmark = pytest.mark.skipif(
 WORKERS = 2
 CPU_SECONDS = 10  # of the compiler for one kernel; most take 1 to 4
 
-# The measured 16-bit tiles fill all 255 registers, and the assembler puts a few scalars (a bound, an
-# address) into local memory, once a step and outside the products. Smaller tiles without them are
-# slower. To be removed by kernels that need fewer registers; no other kernel may spill a byte.
-SCALAR_BYTES = 24
-
 ARCHITECTURES = tuple(families._SMEM_KIB)
 SAMPLED_ARCHITECTURES = (75, 80, 86, 90, 120)
 DTYPES = tuple(CPP_TYPES)
@@ -146,12 +141,10 @@ class Built:
     warnings: tuple[str, ...]
     cpu_seconds: float
     error: str = ""
-    short: bool = False  # a 16-bit kernel of forward or backward
 
     def faults(self) -> list[str]:
         found = [self.error] if self.error else list(self.warnings)
-        most = SCALAR_BYTES if self.registers == 255 and self.short else 0
-        if self.spilled > most:
+        if self.spilled > 0:
             found.append(f"{self.spilled} bytes spilled at {self.registers} registers")
         if self.cpu_seconds > CPU_SECONDS:
             found.append(f"{self.cpu_seconds:.1f} s to compile")
@@ -174,8 +167,7 @@ def compile_one(job: tuple[str, Plan, str]) -> Built:
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
     lines = [line.strip() for line in log.splitlines()]
     warnings = tuple(x for x in lines if re.search(r"warning|performance", x, re.IGNORECASE))
-    short = plan.kernel.endswith("_portable") and plan["Element"] in ("f16", "bf16")
-    return Built(name, int(registers.group(1)), spilled, warnings, seconds, short=short)
+    return Built(name, int(registers.group(1)), spilled, warnings, seconds)
 
 
 def compile_all(jobs, progress=None) -> list[Built]:

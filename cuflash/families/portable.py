@@ -54,6 +54,15 @@ FORWARD_TILES = {
     ),
 }
 
+# In place of those rows where more addresses or another assembler's order exceed the registers:
+# reads by element with a band, and from sm_100 on with a band or reads by element.
+LEAN_FORWARD_TILES = {
+    (2, 64): (Tile(128, 64, 4, 2, 2),),
+    (2, 128): (Tile(64, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
+}
+# The same, from sm_100 on with any mask and access.
+RECENT_FORWARD_TILES = {(4, 128): (Tile(64, 16, 4, 2, 1, 2), Tile(64, 16, 4, 1, 1, 2))}
+
 BACKWARD_TILES = {
     (2, 64): (Tile(32, 128, 4, 2, 2), Tile(32, 64, 4, 1, 2)),
     (2, 128): (
@@ -66,7 +75,7 @@ BACKWARD_TILES = {
         Tile(32, 64, 8, 2, 1, 1, 2),
         Tile(32, 32, 4, 1, 1, 1, 2),
     ),
-    (2, 256): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
+    (2, 256): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 2, 2), Tile(16, 32, 2, 1, 1, 2)),
     (4, 64): (Tile(16, 64, 4, 2, 2), Tile(16, 64, 4, 1)),
     (4, 128): (Tile(16, 64, 4, 2, 1, 2), Tile(16, 64, 4, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
     (4, 256): (
@@ -110,6 +119,18 @@ def _padded(head_dim: int) -> int:
 def _sliced(head_dim: int, tile: Tile) -> int:
     """Columns of one slice: whole fragments for each of the warps that share its keys."""
     return round_up(-(-head_dim // tile.slices), 16 * tile.share)
+
+
+def _forward_tiles(problem, device, access):
+    """The table that holds for a call."""
+    conditions = (problem.band is not None, access.load_bytes == 0)
+    recent = device.capability >= 100
+    lean = all(conditions) or (recent and any(conditions))
+    return {
+        **FORWARD_TILES,
+        **(LEAN_FORWARD_TILES if lean else {}),
+        **(RECENT_FORWARD_TILES if recent else {}),
+    }
 
 
 def _rows(table, problem):
@@ -212,7 +233,12 @@ def forward_plan(
     backward.
     """
     tile, smem = _tile_of(
-        "forward", FORWARD_TILES, problem, device, tile, lambda t: forward_smem(problem, t, stats)
+        "forward",
+        _forward_tiles(problem, device, access),
+        problem,
+        device,
+        tile,
+        lambda t: forward_smem(problem, t, stats),
     )
     constants = _common(problem, tile) + [
         ("kHeadDim", _padded(problem.head_dim)),

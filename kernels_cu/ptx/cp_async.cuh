@@ -52,12 +52,16 @@ __device__ __forceinline__ void cp_async(u32 destination, const void* source, in
             const uint4 all = *reinterpret_cast<const uint4*>(from);
             words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
         } else {
+#pragma unroll
             for (int w = 0; w < kBytes / 4; ++w) words[w] = from[w];
         }
     } else {  // the head dimension ends inside this piece
         const u16* from = static_cast<const u16*>(source);
-        for (int h = 0; h < bytes / 2; ++h) words[h / 2] |= u32(from[h]) << 16 * (h & 1);
+#pragma unroll
+        for (int h = 0; h < kBytes / 2; ++h)
+            if (2 * h < bytes) words[h / 2] |= u32(from[h]) << 16 * (h & 1);
     }
+#pragma unroll
     for (int w = 0; w < kBytes / 4; ++w)
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(destination + 4 * w), "r"(words[w])
                      : "memory");
