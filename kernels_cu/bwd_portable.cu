@@ -226,7 +226,7 @@ struct Backward : BackwardBlock {
         compute_weights(weights, m_block, stage, masked);
         turn.announce();
         // Nothing else keeps the next product's operands from being read beside all of this one's.
-        if constexpr (!Plan::kNeedDq) __syncwarp();
+        if constexpr (Plan::kBand && !Plan::kNeedDq) __syncwarp();
         multiply_dout(ds, m_block, stage);
         QTile q = q_tile(m_block, stage);
         DoutTile dout = dout_tile(m_block, stage);
