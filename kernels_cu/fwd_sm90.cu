@@ -13,7 +13,7 @@
 //     barrier         arrives                              waits
 //     piece_full[2]   producer                             everybody else, for what to work on
 //     piece_empty[2]  everybody else, when done with it    producer
-//     q_full[group]   loader of queries + TMA bytes        the consumer warpgroup
+//     q_full[place]   loader of queries + TMA bytes        the consumer warpgroup
 //     q_empty[..]     its warps, after the last S          loader of queries
 //     k_full[stage]   producer + TMA bytes                 consumers
 //     k_empty[..]     each consumer warp after S           producer
@@ -22,8 +22,8 @@
 //     v_empty[..]     each consumer warp after P V, and    producer
 //                     each cleaner
 //
-// Shared memory, in panels of 64 columns as wgmma reads them: q | kStages x k | kStages x v | the
-// output on its way out (in place of q where there is no room) | barriers | pieces.
+// Shared memory, in panels of 64 columns as wgmma reads them: kQSlots x q | kStages x k | kStages x v |
+// kOutPanels of the output on its way out (in place of q where there is no room) | barriers | pieces.
 //
 // Schedule of a consumer: S of the next block of keys is issued before the softmax of this one's
 // result is used, so that a product runs while exponentials are computed:
@@ -43,28 +43,35 @@
 // these move (Softmax::update_late). Should that go out of range, or an output not be finite for
 // whatever reason, the piece fails and comes again, in exact steps only.
 //
+// The output leaves by a tensor map, 16 rows of a warp at a time, while the warp goes on: by way of
+// registers it kept a warpgroup 1,400 cycles a piece at D = 64, 2,000 at 128 and 3,300 at 256, in
+// which neither products nor exponentials ran.
+//
+// With kLazy nobody looks for hidden inf and NaN until an output is not finite: then the piece fails.
+//
 // Measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio to cuDNN in
-// the same process, full | causal at 1024, 4096 and 16384. Runs differ by 3 %.
+// the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %.
 //
 //     D    tile, stages  form         full               causal
-//     64   192 x 128, 3  exact        1.02  1.08  1.13   0.88  1.06  1.18
-//     64   192 x 128, 3  late, turns  1.00  1.11  1.16   0.86  1.02  1.11
-//     64   192 x 128, 3  late         0.97  1.04  1.04   0.84  0.99  1.07
-//     64   192 x 128, 4  late         0.88  0.96  0.98   0.85  1.05  1.16
-//     64   128 x 128, 4  late         0.92  0.99  1.03   0.77  0.88  0.91
-//     128  192 x 80, 3   exact        0.97  1.03  1.04   0.97  1.07  1.13
-//     128  192 x 80, 3   late         0.88  1.05  1.08   0.85  1.02  1.10
-//     128  192 x 80, 3   late, turns  0.90  1.00  1.04   0.89  1.06  1.10
-//     128  128 x 128, 2  exact        0.93  0.98  0.98   0.89  0.96  0.92
-//     128  128 x 128, 2  late, turns  0.87  0.97  1.00   0.85  0.96  1.03
-//     128  128 x 176, 2  late         0.81  0.95  1.00   0.72  0.92  1.01
-//     256  128 x 80, 2   exact        0.97  0.97  1.01   0.91  1.11  1.14
-//     256  128 x 80, 2   exact, turns 0.91  0.95  1.01   0.87  1.01  1.03
-//     256  128 x 80, 2   late         0.92  0.95  1.02   0.84  1.00  1.04
+//     64   192 x 128, 4  exact        1.14  1.14  1.16   1.01  1.15  1.16
+//     64   192 x 128, 4  late, turns  1.17  1.23  1.27   0.99  1.15  1.25
+//     64   128 x 128, 3  exact        0.96  0.98   -     0.87  0.99   -
+//     128  192 x 80, 3   exact        1.02  1.15   -     0.93  1.22   -
+//     128  192 x 80, 3   late         0.98  1.17  1.20   0.94  1.26  1.36
+//     128  192 x 64, 4   exact        1.06  1.10  1.08   1.02  1.25  1.23
+//     128  128 x 128, 2  exact        1.07  1.11  1.11   0.97  1.26  1.26
+//     256  128 x 80, 2   late         1.01  1.13  1.19   0.88  1.11  1.28
+//     256  128 x 64, 2   exact        1.16  1.18  1.18   0.99  1.22  1.31
+//     256  128 x 64, 2   exact, turns 1.19  1.21  1.20   0.99  1.22  1.32
+//     256  128 x 64, 2   late, turns  1.15  1.19  1.20   0.96  1.19  1.26
 //
-// Tried and left: the next piece's first S before this piece's last P V, with two places for
-// queries (2 to 8 % slower); a wait for O only after all exponentials, forced by a basic block's end
-// (1 to 8 % slower but for 64 full, where it gains 5 %); two places for queries alone.
+// At D = 256 a step of 80 keys leaves no room for the output, which then waits for the queries' place
+// and they for it: 6,000 of a piece's 22,000 cycles at 512 causal.
+//
+// Tried and left: the next piece's first S before this piece's last P V (2 to 8 % slower); a wait for
+// O only after all exponentials, forced by a basic block's end (1 to 8 % slower); one place for
+// queries (up to 5 % slower at 512, nothing at 4096); kLazy at 64 and 128 (1 to 4 % slower, at 256 1
+// to 3 % faster); 128 x 176 at 128 (0.83 at 512, 1.08 at 4096); 48 keys at 256 (0.98 to 1.06).
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
 #include "fwd_sm90_pieces.cuh"

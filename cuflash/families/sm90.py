@@ -33,6 +33,7 @@ class Tile:
 MANY = 1 << 31
 _LATE_64 = Tile(192, 128, 4, late=True, turns=True)
 _LATE_96, _LATE_128 = Tile(192, 96, 3, late=True), Tile(192, 80, 3, late=True)
+_WIDE_192 = Tile(128, 80, 2, turns=True, lazy=True)
 _WIDE = Tile(128, 64, 2, turns=True, lazy=True)
 FORWARD_TILES = {
     (64, 64): ({1024: Tile(192, 128, 4), MANY: _LATE_64}, {MANY: _LATE_64}),
@@ -41,7 +42,8 @@ FORWARD_TILES = {
         {1024: Tile(192, 64, 4), MANY: _LATE_128},
         {1024: Tile(128, 128, 2), MANY: _LATE_128},
     ),
-    (192, 128): ({MANY: Tile(128, 96, 2, turns=True)}, {MANY: Tile(128, 96, 2, turns=True)}),
+    (192, 128): ({MANY: Tile(128, 128, 2, q_slots=1)}, {MANY: Tile(128, 128, 2, q_slots=1)}),
+    (192, 192): ({MANY: _WIDE_192}, {MANY: _WIDE_192}),
     (256, 256): ({512: Tile(128, 64, 2, lazy=True), MANY: _WIDE}, {MANY: _WIDE}),
 }
 
