@@ -15,6 +15,7 @@ from .api import (
     explain,
     merge,
 )
+from .philox import dropout_mask
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "attention_backward",
     "attention_vjp",
     "compile",
+    "dropout_mask",
     "explain",
     "merge",
     "reference",

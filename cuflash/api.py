@@ -12,16 +12,17 @@ import numpy as np
 from .arrays import dtype_name, home_of
 from .checks import check_flag, check_need, check_partials
 from .edge import (
+    ALL_GRADIENTS,
     GRADIENTS,
-    LATER,
     AttentionGrads,
     backward,
     forward,
     inner_view,
-    refuse_later,
     resolve,
-    shaping_options,
+    scored,
+    split_options,
 )
+from .options import DEFAULTS, arrays_of, used
 
 
 def attention(
@@ -148,6 +149,7 @@ def attention(
     >>> cuflash.attention(q, q, q, causal=True).shape
     (2, 4, 3, 8)
     """
+    scores = None
     if (
         softcap is not None
         or bias is not None
@@ -167,16 +169,18 @@ def attention(
         or dropout_p
     ):
         given = locals()
-        refuse_later({name: given[name] for name in LATER})
+        scores = used({name: given[name] for name in DEFAULTS})
     items = [("q", q), ("k", k), ("v", v)]
+    if scores:
+        items += arrays_of(scores)
     if out is not None:
         items.append(("out", out))
     home = home_of(items)
     options = (layout, scale, causal, causal_offset, window, precision)
     if home.inline:
-        return forward(home, q, k, v, out, return_lse, options)
+        return forward(home, q, k, v, out, return_lse, options, scores)
     with home.scope():
-        return forward(home, q, k, v, out, return_lse, options)
+        return forward(home, q, k, v, out, return_lse, options, scores)
 
 
 def attention_vjp(q, k, v, /, **options):
@@ -219,7 +223,7 @@ def attention_vjp(q, k, v, /, **options):
     """
     return_lse = check_flag("return_lse", options.pop("return_lse", False))
     given_out = options.pop("out", None)
-    shaping_options("attention_vjp", options)
+    split_options("attention_vjp", options)
     out, lse = attention(q, k, v, out=given_out, return_lse=True, **options)
 
     def pullback(dout, dlse=None, *, deterministic=True, need=GRADIENTS):
@@ -276,17 +280,21 @@ def attention_backward(
     TypeError, ValueError, NotImplementedError, BufferError, ImportError, RuntimeError
         As :func:`attention`.
     """
-    shaping = shaping_options("attention_backward", options)
+    shaping, scores = split_options("attention_backward", options)
     deterministic = check_flag("deterministic", deterministic)
-    wanted = check_need(need, GRADIENTS)
+    wanted = check_need(need, ALL_GRADIENTS)
+    for name, want in zip(ALL_GRADIENTS, wanted):
+        if want and name not in GRADIENTS and name not in scores:
+            raise ValueError(f"need: {name!r} is asked for, but {name} is not given")
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         operands["dlse"] = dlse
-    home = home_of(list(operands.items()))
+    items = list(operands.items())
+    home = home_of(items + arrays_of(scores) if scores else items)
     if home.inline:
-        return backward(home, operands, wanted, deterministic, shaping)
+        return backward(home, operands, wanted, deterministic, shaping, scores)
     with home.scope():
-        return backward(home, operands, wanted, deterministic, shaping)
+        return backward(home, operands, wanted, deterministic, shaping, scores)
 
 
 def merge(outs, lses):
@@ -362,15 +370,16 @@ def explain(q, k, v, /, **options):
     TypeError, ValueError, NotImplementedError, BufferError, ImportError, RuntimeError
         As :func:`attention`.
     """
-    shaping = shaping_options("explain", options)
+    shaping, scores = split_options("explain", options)
     items = [("q", q), ("k", k), ("v", v)]
-    home = home_of(items)
+    home = home_of(items + arrays_of(scores) if scores else items)
     with home.scope():
         q, k, v = (home.adopt(name, x) for name, x in items)
         call = resolve(q, k, v, shaping)
+        problem = scored(home, call, shaping, scores).problem if scores else call.problem
         if home.xp is np:
-            return f"{home.kind} arrays on the CPU: the blockwise NumPy path\n{call.problem}"
-        return home.backend.explain(call.problem, *(inner_view(home, call, x) for x in (q, k, v)))
+            return f"{home.kind} arrays on the CPU: the blockwise NumPy path\n{problem}"
+        return home.backend.explain(problem, *(inner_view(home, call, x) for x in (q, k, v)))
 
 
 def compile(

@@ -404,8 +404,8 @@ def trace(function, args=(), scored=True) -> Node:
         Of NumPy's operations.
     args : sequence of (int, Arg)
         The further arguments: their numbers in the program, and what they are.
-    scored : bool
-        Whether s comes first.
+    scored : bool or Expr
+        Whether s comes first, or what stands for it.
 
     Returns
     -------
@@ -418,7 +418,9 @@ def trace(function, args=(), scored=True) -> Node:
     NotImplementedError
         An operation that is not in OPS; the text names it.
     """
-    symbols = [Expr(symbol(name)) for name in ("sbhij" if scored else "bhij")]
+    symbols = [Expr(symbol(name)) for name in "bhij"]
+    if scored is not False:
+        symbols.insert(0, Expr(symbol("s")) if scored is True else scored)
     given = [
         Expr(fetch(n, arg)) if arg.ndim == 0 else _Array(n, arg) for n, arg in args
     ]

@@ -14,6 +14,7 @@ class Extras:
     sinks: Any = None  # view (*batch, Hq)
     keep: float = 1.0  # probability that dropout keeps a weight, a multiple of 1/256
     seed: Any = None  # int or array of one
+    first_batch: int = 0  # index b of the first batch entry
 
 
 NONE = Extras()

@@ -106,7 +106,7 @@ def _prepare(problem, device, arrays, tile=None):
     return _Forward(step, packed, family is sm90, ticket), family, rejections
 
 
-def forward(problem, q, k, v, out, lse, tile=None) -> None:
+def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     """Attention forward.
 
     Parameters
@@ -129,6 +129,7 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
     RuntimeError
         The driver refused a launch or a tensor map.
     """
+    steps.refuse(problem, extras)
     if len(problem.batch) > BATCH_DIMS:
         for inner, arrays in steps.outer(problem, (q, k, v, out, lse)):
             forward(inner, *arrays, tile)
