@@ -285,7 +285,7 @@ def attention_backward(
     wanted = check_need(need, ALL_GRADIENTS)
     for name, want in zip(ALL_GRADIENTS, wanted):
         if want and name not in GRADIENTS and name not in scores:
-            raise ValueError(f"need: {name!r} is asked for, but {name} is not given")
+            raise ValueError(f"need={need!r}: {name!r} is asked for, but {name} is not given")
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         operands["dlse"] = dlse

@@ -38,18 +38,31 @@ SHAPING = {
 _RESULT = "the result"
 
 
-class AttentionGrads(NamedTuple):
-    """Gradients by name; None where `need` left one out. Each has its input's shape and dtype;
-    dscore_args is a tuple with None for what is no float array.
-    """
-
+class _Gradients(NamedTuple):
     dq: Any = None
     dk: Any = None
     dv: Any = None
-    dbias: Any = None
-    dalibi_slopes: Any = None
-    dsinks: Any = None
-    dscore_args: Any = None
+
+
+class AttentionGrads(_Gradients):
+    """Gradients by name; None where `need` left one out. Each has its input's shape and dtype.
+
+    As a tuple these are dq, dk and dv. Those of the options are attributes beside them: dbias,
+    dalibi_slopes, dsinks, and dscore_args, a tuple with None for what is no float array.
+    """
+
+    def __new__(
+        cls, dq=None, dk=None, dv=None, dbias=None, dalibi_slopes=None, dsinks=None,
+        dscore_args=None,
+    ):  # fmt: skip
+        grads = super().__new__(cls, dq, dk, dv)
+        grads.dbias, grads.dalibi_slopes = dbias, dalibi_slopes
+        grads.dsinks, grads.dscore_args = dsinks, dscore_args
+        return grads
+
+    def __repr__(self):
+        named = {**self._asdict(), **self.__dict__}
+        return f"AttentionGrads({', '.join(f'{name}={x!r}' for name, x in named.items())})"
 
 
 def split_options(function: str, given: dict) -> tuple[tuple, dict]:

@@ -17,6 +17,8 @@ class Scores:
         for name in options:
             if name not in _OPTIONS:
                 raise TypeError(f"unknown option {name!r}")
+        if options.get("dropout_p") and options.get("seed") is None:
+            raise TypeError("dropout_p needs a seed")
         self.shape, self.offset = shape, offset
         self.options = {name: x for name, x in options.items() if x is not None}
         self.args = tuple(self.options.get("score_args", ()))
