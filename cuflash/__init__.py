@@ -16,6 +16,7 @@ from .api import (
     merge,
 )
 from .philox import dropout_mask
+from .varlen import attention_varlen, attention_varlen_vjp
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,8 @@ __all__ = [
     "AttentionGrads",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_vjp",
     "attention_vjp",
     "compile",
     "dropout_mask",

@@ -100,9 +100,9 @@ class _Tile:
     def kept(self):
         """What the weights are multiplied by in dropout."""
         extras = self.head.extras
-        seed = int(extras.seed if isinstance(extras.seed, int) else np.ravel(extras.seed)[0])
-        rows, keys = ((x.start, x.stop) for x in (self.rows, self.keys))
-        return kept(seed, self.head.b, self.head.h, rows, keys, extras.keep) / extras.keep
+        seed = int(np.ravel(extras.seed)[0]) if isinstance(extras.seed, np.ndarray) else extras.seed
+        at = ((x.start, x.stop) for x in (self.rows, self.keys))
+        return kept(seed, self.head.b, self.head.h, *at, extras.keep) / extras.keep
 
 
 def _flat(place, batch):

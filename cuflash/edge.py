@@ -77,10 +77,11 @@ def split_options(function: str, given: dict) -> tuple[tuple, dict]:
     return tuple({**SHAPING, **shaping}.values()), scored
 
 
-def scored(home, call: Call, shaping: tuple, options: dict) -> Options:
-    """The options on scores of a call."""
+def scored(home, call: Call, shaping: tuple, options: dict, first_batch=0) -> Options:
+    """The options on scores of a call; b counts from first_batch."""
     names = dict(zip(SHAPING, shaping))
-    return Options(home, call, options, names["causal"], names["causal_offset"])
+    band = names["causal"], names["causal_offset"]
+    return Options(home, call, options, *band, first_batch)
 
 
 def resolve(q, k, v, shaping: tuple) -> Call:
@@ -109,7 +110,7 @@ def inner_lse(call: Call, x):
     return x.swapaxes(-2, -1) if call.layout == "bshd" else x
 
 
-def forward(home, q, k, v, out, return_lse, options, scores=None):
+def forward(home, q, k, v, out, return_lse, options, scores=None, first_batch=0):
     q, k, v = home.adopt("q", q), home.adopt("k", k), home.adopt("v", v)
     call = resolve(q, k, v, options)
     if return_lse is not True and return_lse is not False:
@@ -118,7 +119,7 @@ def forward(home, q, k, v, out, return_lse, options, scores=None):
     extra = {}
     problem = call.problem
     if scores:
-        scores = scored(home, call, options, scores)
+        scores = scored(home, call, options, scores, first_batch)
         problem, extra = scores.problem, {"extras": scores.extras}
         read += scores.arrays()
     if out is None:
@@ -149,7 +150,7 @@ def forward(home, q, k, v, out, return_lse, options, scores=None):
 
 
 def backward(
-    home, operands: dict, wanted, deterministic: bool, shaping: tuple, scores=None
+    home, operands: dict, wanted, deterministic: bool, shaping: tuple, scores=None, first_batch=0
 ) -> AttentionGrads:
     arrays = {name: home.adopt(name, x) for name, x in operands.items()}
     inputs = [arrays[name] for name in GRADIENTS]
@@ -171,7 +172,7 @@ def backward(
             )
     extra, finish = {}, tuple
     if scores:
-        scores = scored(home, call, shaping, scores)
+        scores = scored(home, call, shaping, scores, first_batch)
         problem = scores.problem
         targets = ScoreGradients(home, scores, wanted[len(GRADIENTS) :])
         finish = targets.finish

@@ -84,7 +84,7 @@ class Options:
     extras : Extras
     """
 
-    def __init__(self, home, call, options: dict, causal, causal_offset):
+    def __init__(self, home, call, options: dict, causal, causal_offset, first_batch=0):
         self.home, self.options = home, options
         problem = call.problem
         self.batch, self.heads = problem.batch, problem.num_heads
@@ -107,7 +107,7 @@ class Options:
         self.problem = replace(
             problem, program=program, sinks=sinks is not None, dropout=seed is not None
         )
-        self.extras = Extras(tuple(self.operands), sinks, keep, seed)
+        self.extras = Extras(tuple(self.operands), sinks, keep, seed, first_batch)
 
     def arrays(self) -> tuple:
         """(name, array) of all that is read."""

@@ -171,7 +171,7 @@ class _Dense:
             self.forward(seen)
 
     def forward(self, seen):
-        """Fill raw, p, visible, kept, sink_weight, lse and out from q, k, v and the visible pairs."""
+        """Fill raw, p, visible, kept, sink_weight, lse and out from q, k, v, given what is seen."""
         self.raw = self.scale * (self.q @ self.k.mT)
         s = np.where(seen, self.scores.value(self.raw), -np.inf)
         sink = self.scores.sinks()[..., None, None]

@@ -259,9 +259,9 @@ X = np.ones((2, 4, 5, 8), np.float32)
         (dict(sinks=np.ones(4, int)), TypeError, "sinks: its dtype"),
         (dict(sinks=np.ones(5)), ValueError, "sinks: its shape"),
         (dict(score_mod=3), TypeError, "score_mod=3"),
-        (dict(score_mod=lambda s, b, h, i, j: s if s > 0 else 0), TypeError, "score_mod: .*np.where"),
+        (dict(score_mod=lambda s, *_: s if s > 0 else 0), TypeError, "score_mod: .*np.where"),
         (dict(score_mod=lambda s, b, h, i, j: np.arctan(s)), NotImplementedError, "np.arctan"),
-        (dict(mask_mod=lambda b, h, i, j: i - j), TypeError, "mask_mod: it must return a condition"),
+        (dict(mask_mod=lambda b, h, i, j: i - j), TypeError, "mask_mod: it must return a cond"),
         (dict(score_args=(1,)), ValueError, "score_args without"),
         (dict(score_args=X, score_mod=abs), TypeError, "score_args is a ndarray"),
         (dict(dropout_p=0.1), TypeError, "dropout_p=0.1 without seed"),
@@ -286,5 +286,6 @@ def test_errors_of_need_and_lengths():
         cuflash.attention(X, X[..., :3, :], X[..., :3, :], q_segment_ids=np.ones(5, int))
     assert np_dtype("float32") == X.dtype
     table = np.ones((2, 2))
+    options = dict(score_mod=lambda s, b, h, i, j, t: s + t[i, j], score_args=(table,))
     with pytest.raises(IndexError):
-        cuflash.attention(X, X, X, score_mod=lambda s, b, h, i, j, t: s + t[i, j], score_args=(table,))
+        cuflash.attention(X, X, X, **options)
