@@ -73,10 +73,26 @@ class _Tile:
         }
         self.shape = (end - begin, last - first)
         self.hidden = hidden_pairs(head.problem.band, begin, end, first, last)
-        program = head.problem.program
-        if program is not None and program.visible is not None:
-            unseen = ~np.broadcast_to(evaluate(program.visible, self.env), self.shape)
+        seen = self.visible()
+        if seen is not None:
+            unseen = ~np.broadcast_to(seen, self.shape)
             self.hidden = unseen if self.hidden is None else self.hidden | unseen
+
+    def visible(self):
+        """What the options let be seen, or None for everything."""
+        called, program = self.head.extras.called, self.head.problem.program
+        node = called.visible if called else program.visible if program else None
+        seen = None if node is None else evaluate(node, self.env)
+        if called is None or called.mask_mod is None:
+            return seen
+        also = np.asarray(called.mask_mod(*self.place(), *called.args))
+        if also.dtype != bool:
+            raise TypeError(f"mask_mod: it must return booleans, but it gave {also.dtype}")
+        return also if seen is None else seen & also
+
+    def place(self):
+        """b, h, i, j as the caller's functions take them."""
+        return tuple(self.env[name] for name in "bhij")
 
     def element(self, number):
         """This tile of an argument; one row or column stands for all where its stride is 0."""
@@ -89,10 +105,17 @@ class _Tile:
         problem = self.head.problem
         s = problem.scale * (q @ self.head.k[self.keys].astype(np.float64).T)
         self.env["s"] = s
-        self.x = s if problem.program is None else evaluate(problem.program.value, self.env)
+        self.x = s if problem.program is None else self.value()
         self.x = np.broadcast_to(self.x, self.shape)
         if self.hidden is not None:
             self.x = np.where(self.hidden, -np.inf, self.x)
+
+    def value(self):
+        called = self.head.extras.called
+        if called is None:
+            return evaluate(self.head.problem.program.value, self.env)
+        s = evaluate(called.value, self.env)
+        return s if called.score_mod is None else called.score_mod(s, *self.place(), *called.args)
 
     def slope(self, node):
         return np.broadcast_to(evaluate(node, self.env), self.shape)

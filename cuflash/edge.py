@@ -174,6 +174,8 @@ def backward(
     if scores:
         scores = scored(home, call, shaping, scores, first_batch)
         problem = scores.problem
+        if scores.untraced is not None:
+            raise scores.untraced
         targets = ScoreGradients(home, scores, wanted[len(GRADIENTS) :])
         finish = targets.finish
         extra = {"extras": scores.extras, "dargs": targets.dargs, "dsinks": targets.dsinks}

@@ -15,7 +15,7 @@ import numpy as np
 
 from .arrays import dtype_name
 from .checks import DTYPES, is_bool, is_int, show
-from .extras import Extras
+from .extras import Called, Extras
 from .philox import check_dropout, check_seed
 from .score import Arg, Expr, Program, constant, derivative, element, entries, fetch, symbol, trace
 
@@ -96,18 +96,21 @@ class Options:
             self.offset = 0
         self.number = problem.lse_dtype
         self.args, self.operands = [], []  # of the program: what they are, and the arrays
+        self.untraced = None  # why score_mod has no derivative
         self.own = {}  # name: (the caller's array, its number in the program or None, its view)
         value = self._value()
         visible = self._visible()
         program = None
-        if value is not symbol("s") or visible is not None:
+        mods = "score_mod" in options or "mask_mod" in options
+        if value is not symbol("s") or visible is not None or mods:
             program = _program(value, visible, tuple(self.args))
         keep, seed = self._dropout()
         sinks = self._sinks()
         self.problem = replace(
             problem, program=program, sinks=sinks is not None, dropout=seed is not None
         )
-        self.extras = Extras(tuple(self.operands), sinks, keep, seed, first_batch)
+        called = self._called() if home.xp is np else None
+        self.extras = Extras(tuple(self.operands), sinks, keep, seed, first_batch, called)
 
     def arrays(self) -> tuple:
         """(name, array) of all that is read."""
@@ -175,9 +178,8 @@ class Options:
             slopes = self._grid("alibi_slopes", self._per_head("alibi_slopes")[..., None, None])
             s = s + -slopes * abs(i + self._scalar("offset", self.offset) - j)
         self.given = self._score_args()
-        if "score_mod" in options:
-            return self._traced("score_mod", s)
-        return s.node
+        self.before_mod = s.node
+        return self._traced("score_mod", s) if "score_mod" in options else s.node
 
     def _score_args(self):
         """(number, Arg) of each of score_args."""
@@ -212,6 +214,10 @@ class Options:
         try:
             node = trace(function, self.given, s)
         except (TypeError, IndexError, NotImplementedError, ValueError) as error:
+            if self.home.xp is np and isinstance(error, NotImplementedError):
+                if name == "score_mod":
+                    self.untraced = NotImplementedError(f"{name}: its gradient: {error}")
+                return constant(True) if s is False else s.node
             kind = TypeError if isinstance(error, IndexError) else type(error)
             raise kind(f"{name}: {error}") from error
         return node
@@ -230,6 +236,7 @@ class Options:
                 lens = self._fit(name, array, self.batch, "the leading axes")
                 seen = seen & (place < self._grid(name, lens[..., None, None, None]))
         seen = self._segments(seen)
+        self.before_mask = None if seen.node is constant(True) else seen.node
         if "mask_mod" in options:
             node = self._traced("mask_mod")
             if node.kind != "bool":
@@ -252,6 +259,13 @@ class Options:
         return seen & (self._grid(names[0], q_ids) == self._grid(names[-1], k_ids))
 
     # ---- what is no part of the program ----
+
+    def _called(self):
+        functions = [self.options.get(name) for name in ("score_mod", "mask_mod")]
+        if functions == [None, None]:
+            return None
+        args = tuple(self.operands[n] for n, _ in self.given)
+        return Called(self.before_mod, self.before_mask, *functions, args)
 
     def _sinks(self):
         if "sinks" not in self.options:
