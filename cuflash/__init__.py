@@ -6,16 +6,9 @@ call that brings GPU arrays.
 """
 
 from . import reference
-from .api import (
-    AttentionGrads,
-    attention,
-    attention_backward,
-    attention_vjp,
-    compile,
-    explain,
-    merge,
-)
+from .api import AttentionGrads, attention, attention_backward, attention_vjp
 from .philox import dropout_mask
+from .tools import compile, explain, merge
 from .varlen import attention_varlen, attention_varlen_vjp
 
 __version__ = "0.1.0"

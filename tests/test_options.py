@@ -11,7 +11,8 @@ from conftest import np_dtype
 from dense import ROUNDOFF
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, SCORES, Case, cases, score_options
+from score_cases import SCORES, score_options
+from strategies import DTYPES, Case, cases
 
 import cuflash
 from cuflash import philox, reference
@@ -325,3 +326,15 @@ def test_errors_of_need_and_lengths():
     options = dict(score_mod=lambda s, b, h, i, j, t: s + t[i, j], score_args=(table,))
     with pytest.raises(IndexError):
         cuflash.attention(X, X, X, **options)
+
+
+def test_without_options_nothing_of_them_runs(monkeypatch):
+    """A plain call neither builds a program nor looks at one."""
+
+    def never(*_, **__):
+        raise AssertionError("a plain call reached the options")
+
+    for target in ("edge.Options", "cpu.cpu_scores.forward", "cpu.cpu_scores.backward", "api.used"):
+        monkeypatch.setattr(f"cuflash.{target}", never)
+    out, pull = cuflash.attention_vjp(X, X, X, causal=True)
+    pull(out)
