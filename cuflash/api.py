@@ -301,9 +301,9 @@ def attention_backward(
     -------
     AttentionGrads
         dq, dk and dv, and dbias, dalibi_slopes, dsinks and dscore_args, each in its input's shape
-        and dtype, summed over the axes along which that input was broadcast and, for k and v, over the query heads that share a head. None for those
-        that `need` leaves out. The gradients of a query that sees no key are zero, and a hidden key
-        takes part in none.
+        and dtype, summed over the axes along which that input was broadcast and, for k and v, over
+        the query heads that share a head. None for those that `need` leaves out. The gradients of
+        a query that sees no key are zero, and a hidden key takes part in none.
 
     Raises
     ------

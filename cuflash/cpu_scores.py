@@ -185,7 +185,8 @@ def backward(problem, dout, q, k, v, out, dlse, grads, extras, dargs, dsinks):
             head = _Head(problem, extras, place, h, q, k, v)
             for begin, end in _blocks(problem.seqlen_q):
                 rows = (*head.place, slice(begin, end))
-                block = _Rows(head, begin, end, dout[rows], out[rows], None if dlse is None else dlse[rows])
+                dlse_rows = None if dlse is None else dlse[rows]
+                block = _Rows(head, begin, end, dout[rows], out[rows], dlse_rows)
                 dq = block.backward(dk, dv, dargs, dsinks)
                 if grads[0] is not None:
                     grads[0][rows] = dq

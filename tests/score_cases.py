@@ -1,9 +1,14 @@
-"""Options on scores that a Case names, with values drawn from its seed."""
+"""Options on scores that a Case names, with values drawn from its seed, and their checks."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from conftest import np_dtype
+from dense import ROUNDOFF
+
+import cuflash
+from cuflash import reference
 
 SCORES = (
     "softcap", "bias", "alibi_slopes", "mask", "q_lens", "kv_lens", "segments", "sinks",
@@ -53,3 +58,71 @@ def score_options(case):
         found |= {n: np.asarray(x) if isinstance(x, np.integer) else x
                   for n, x in drawn[name].items()}  # fmt: skip
     return found
+
+
+OPTIONAL = ("bias", "alibi_slopes", "sinks")
+
+
+def to_home(home, options):
+    """The options with their arrays on a home."""
+
+    def move(x):
+        return home.to_home(x) if isinstance(x, np.ndarray) else x
+
+    return {
+        name: tuple(map(move, x)) if name == "score_args" else move(x)
+        for name, x in options.items()
+    }
+
+
+def run(home, case, arrays, options, need=("q", "k", "v")):
+    """out, lse and the gradients asked for, in NumPy; skipped where the GPU has no such option."""
+    q, k, v, dout, dlse = (home.to_home(arrays[n]) for n in ("q", "k", "v", "dout", "dlse"))
+    keywords = {**case.options, **to_home(home, options)}
+    try:
+        (out, lse), pull = cuflash.attention_vjp(q, k, v, return_lse=True, **keywords)
+        grads = pull(dout, dlse, need=need)
+    except NotImplementedError as error:
+        if home.is_gpu and "GPU arrays cannot have them yet" in str(error):
+            pytest.skip(str(error))
+        raise
+    found = [out, lse, *grads, *(getattr(grads, f"d{name}") for name in OPTIONAL)]
+    found = [None if x is None else home.asnumpy(x) for x in found]
+    return found, grads.dscore_args
+
+
+def close(name, got, want, dtype, loose=1e-8):
+    assert got.shape == want.shape, f"{name}: {got.shape}, expected {want.shape}"
+    got = np.asarray(got, np.float64)
+    assert np.array_equal(np.isfinite(got), np.isfinite(want)), name
+    odd = ~np.isfinite(want)
+    assert np.array_equal(got[odd], want[odd], equal_nan=True), name
+    if got.size:
+        size = 1 + abs(np.where(odd, 0, want)).max()
+        factor = 16 if dtype in ("float16", "bfloat16") else 64
+        allowed = max(factor * ROUNDOFF[dtype], loose if dtype == "float64" else 0) * size
+        error = abs(np.where(odd, 0, got - np.where(odd, 0, want))).max()
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def check(home, case, arrays=None, options=None):
+    """out, lse and every gradient against the reference."""
+    arrays = case.arrays() if arrays is None else arrays
+    options = score_options(case) if options is None else options
+    asked = tuple(n for n in OPTIONAL if n in options)
+    args = ("score_args",) if "score_args" in options else ()
+    found, _ = run(home, case, arrays, options, ("q", "k", "v", *asked, *args))
+    keywords = {**case.options, **options}
+    inputs = [arrays[n] for n in "qkv"]
+    want = dict(zip(("out", "lse"), reference.attention(*inputs, **keywords)))
+    grads = reference.attention_backward(
+        arrays["dout"], *inputs, dlse=arrays["dlse"], need=asked, **keywords
+    )
+    want |= dict(zip(("q", "k", "v", *asked), grads))
+    for name, got in zip(("out", "lse", "q", "k", "v", *OPTIONAL), found):
+        assert (got is None) == (name not in want)
+        if got is not None:
+            own = case.dtype
+            if name in OPTIONAL:
+                assert got.dtype == options[name].dtype
+            close(name, got, want[name], own)
