@@ -131,7 +131,7 @@ def plans_of(problem, q, k, v, out, lse, tile=None) -> list[Plan]:
     return [_ready(problem, q.data.device_id, arrays, steps.starts_of(arrays), tile).step.plan]
 
 
-def forward(problem, q, k, v, out, lse, tile=None) -> None:
+def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     """Attention forward.
 
     Parameters
@@ -154,6 +154,7 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
     RuntimeError
         The driver refused a launch or a tensor map.
     """
+    steps.refuse(problem, extras)
     if len(problem.batch) > BATCH_DIMS:
         for inner, arrays in steps.outer(problem, (q, k, v, out, lse)):
             forward(inner, *arrays, tile)

@@ -192,7 +192,10 @@ def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
     )
 
 
-def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None) -> None:
+def backward(
+    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None,
+    extras=None, dargs=None, dsinks=None,
+) -> None:  # fmt: skip
     """Attention backward by recomputation.
 
     Parameters
@@ -213,6 +216,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
     ValueError, NotImplementedError, CompileError, OSError
         As :func:`cuflash.launch.forward`.
     """
+    steps.refuse(problem, extras)
     if len(problem.batch) > BATCH_DIMS:
         for inner, arrays in steps.outer(problem, (dout, q, k, v, out, lse, dlse, dq, dk, dv)):
             backward(inner, *arrays, deterministic, tile)

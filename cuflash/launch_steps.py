@@ -31,6 +31,14 @@ PACK_SCORES = 1 << 20
 
 
 @lru_cache(maxsize=None)
+def refuse(problem, extras) -> None:
+    """NotImplementedError for options on scores that the kernels do not take."""
+    if extras is not None:
+        fields = ("program", "sinks", "dropout")
+        given = [name for name in fields if getattr(problem, name)]
+        raise NotImplementedError(f"{' and '.join(given)}: GPU arrays cannot have them yet")
+
+
 def device_facts(device_id: int) -> Device:
     """The facts of a device that plans depend on."""
     attributes = cupy.cuda.Device(device_id).attributes
