@@ -8,6 +8,7 @@ may be freed here while kernels are still to run.
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple
 
 import cupy
@@ -28,6 +29,9 @@ MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 
 # Memory that CUDA graphs write when they are launched again, so that nobody else may have it. A few
 # bytes a captured launch; nothing tells when a graph is gone.
 _held_by_graphs: list = []
+# The counters of streams, a few bytes each, by device and stream.
+_tickets: dict = {}
+_tickets_lock = threading.Lock()
 
 
 class _Forward(NamedTuple):
@@ -169,17 +173,33 @@ def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     if not mapped:
         step.launch(device_id, *starts, 0)
         return
-    counter = _new_ticket() if ticket else None
-    place = 0 if counter is None else counter.ptr
+    place = _ticket(device_id) if ticket else 0
     step.launch(device_id, *starts[2:], place, mapped=[starts[n] for n in mapped])
 
 
-def _new_ticket():
-    """A counter that starts at 0, which the current stream sees to."""
+def _ticket(device_id: int) -> int:
+    """Where a counter lies that is 0 for the next kernel of the current stream, which leaves it so.
+
+    Kernels of one stream run one after the other and share one. What a graph runs, and when, nobody
+    knows: each of its launches has its own.
+    """
+    stream = cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        counter = _zeroed()
+        _held_by_graphs.append(counter)
+        return counter.ptr
+    key = device_id, steps.stream_id(stream)
+    counter = _tickets.get(key)
+    if counter is None:
+        with _tickets_lock:
+            counter = _tickets.get(key) or _zeroed()
+            _tickets[key] = counter
+    return counter.ptr
+
+
+def _zeroed():
     counter = cupy.cuda.alloc(4)
     counter.memset_async(0, 4)
-    if cupy.cuda.get_current_stream().is_capturing():
-        _held_by_graphs.append(counter)
     return counter
 
 

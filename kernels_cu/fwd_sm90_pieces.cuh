@@ -227,10 +227,14 @@ struct Producer {
         index = take(index);
         return true;
     }
-    // Without a ticket pieces go round all blocks in turn.
+    // Without a ticket pieces go round all blocks in turn. With one there are as many draws as pieces,
+    // and the last leaves 0 for the next kernel.
     __device__ __forceinline__ u32 take(u32 index) const {
         if (p.ticket == nullptr) return index + gridDim.x;
-        return gridDim.x + atomicAdd(static_cast<u32*>(p.ticket), 1u);
+        u32* ticket = static_cast<u32*>(p.ticket);
+        const u32 drawn = atomicAdd(ticket, 1u);
+        if (drawn == p.num_work - 1) atomicExch(ticket, 0u);
+        return gridDim.x + drawn;
     }
 
     __device__ __forceinline__ void run() {
