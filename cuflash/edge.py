@@ -51,6 +51,8 @@ class AttentionGrads(_Gradients):
     dalibi_slopes, dsinks, and dscore_args, a tuple with None for what is no float array.
     """
 
+    dbias = dalibi_slopes = dsinks = dscore_args = None
+
     def __new__(
         cls, dq=None, dk=None, dv=None, dbias=None, dalibi_slopes=None, dsinks=None,
         dscore_args=None,

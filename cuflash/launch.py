@@ -234,10 +234,11 @@ def merge(outs, lses, out, lse) -> None:
         lse[...] = whole_lse
 
 
-def explain(problem, q, k, v):
+def explain(problem, q, k, v, extras=None):
     """Which kernel forward would run and why: an :class:`cuflash.explanation.Explanation`, or a str
     where none runs.
     """
+    steps.refuse(problem, extras)
     from .explanation import Explanation
 
     device_id = q.data.device_id

@@ -89,10 +89,14 @@ def explain(q, k, v, /, **options):
     with home.scope():
         q, k, v = (home.adopt(name, x) for name, x in items)
         call = resolve(q, k, v, shaping)
-        problem = scored(home, call, shaping, scores).problem if scores else call.problem
+        problem, extra = call.problem, {}
+        if scores:
+            scores = scored(home, call, shaping, scores)
+            problem, extra = scores.problem, {"extras": scores.extras}
         if home.xp is np:
             return f"{home.kind} arrays on the CPU: the blockwise NumPy path\n{problem}"
-        return home.backend.explain(problem, *(inner_view(home, call, x) for x in (q, k, v)))
+        views = (inner_view(home, call, x) for x in (q, k, v))
+        return home.backend.explain(problem, *views, **extra)
 
 
 def compile(

@@ -189,7 +189,8 @@ def _backward(packed, out, lse, dout, dlse, wanted):
         whole[name] = x
     main = [np.zeros_like(x) if want else None for x, want in zip(packed.arrays, wanted)]
     sums = _Sums()
-    for n, (rows, keys) in enumerate(packed.spans):
+    nothing = slice(0, 0)
+    for n, (rows, keys) in enumerate(packed.spans or [(nothing, nothing)]):
         parts = {name: x[rows] for name, x in whole.items()}
         parts |= {name: x[at] for name, x, at in zip("qkv", packed.arrays, (rows, keys, keys))}
         order = ("dout", "q", "k", "v", "out", "lse", "dlse")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -271,3 +272,44 @@ def test_without_options_nothing_of_them_runs(monkeypatch):
         monkeypatch.setattr(f"cuflash.{target}", never)
     out, pull = cuflash.attention_vjp(X, X, X, causal=True)
     pull(out)
+
+
+def test_one_head_without_axes():
+    x = np.random.default_rng(0).standard_normal((6, 4))
+    options = dict(bias=x @ x.T, sinks=np.ones(1), kv_lens=np.array(5), softcap=2)
+    out, pull = cuflash.attention_vjp(x, x, x, **options)
+    assert np.allclose(out, reference.attention(x, x, x, **options)[0], rtol=1e-13)
+    grads = pull(out, need=("q", "bias", "sinks"))
+    want = reference.attention_backward(out, x, x, x, need=("bias", "sinks"), **options)
+    for got, expected in zip((grads.dq, grads.dbias, grads.dsinks), (want[0], *want[3:])):
+        assert got.shape == expected.shape and np.allclose(got, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_out_must_not_overlap_an_option():
+    q, bias = np.ones((2, 5, 5)), np.zeros((2, 5, 5))
+    with pytest.raises(ValueError, match="out shares memory with bias"):
+        cuflash.attention(q, q, q, bias=bias, out=bias)
+
+
+def test_gradients_are_named_and_three():
+    grads = cuflash.AttentionGrads(1, 2, 3, dsinks=4)
+    dq, dk, dv = grads
+    assert (dq, dk, dv, grads.dsinks, grads.dbias) == (1, 2, 3, 4, None)
+    assert pickle.loads(pickle.dumps(grads)).dsinks == 4
+    assert "dsinks=4" in repr(grads) and grads._replace(dq=5).dq == 5
+
+
+def test_strides_of_options():
+    """Permuted, reversed and repeated arrays are read as what they hold, and their gradients have
+    their shape (C7).
+    """
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 6, 4))
+    base = rng.standard_normal((6, 12))
+    for bias in (base.T[::-2], base[::-1, ::2], np.broadcast_to(base[0, :6], (6, 6))):
+        options = dict(bias=bias, mask=(base.T > -1)[::2])
+        out, pull = cuflash.attention_vjp(q, q, q, **options)
+        assert np.allclose(out, reference.attention(q, q, q, **options)[0], rtol=1e-13)
+        got = pull(out, need=("bias",)).dbias
+        want = reference.attention_backward(out, q, q, q, need=("bias",), **options)[3]
+        assert np.allclose(got, want, rtol=1e-12, atol=1e-14)

@@ -73,7 +73,9 @@ def test_out_and_none():
     target = np.full((len(q), 4, 6), np.nan, np.float32)
     assert cuflash.attention_varlen(q, k, v, cu_q, cu_k, out=target) is target
     assert np.array_equal(target, cuflash.attention_varlen(q, k, v, list(map(int, cu_q)), cu_k))
-    assert not cuflash.attention_varlen(q, k, v, [0]).any()
+    out, pull = cuflash.attention_varlen_vjp(q, k, v, [0], sinks=np.ones(4))
+    grads = pull(out, need=("q", "sinks"))
+    assert not out.any() and not grads.dq.any() and grads.dsinks.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("offsets, error", [
