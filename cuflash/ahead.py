@@ -66,7 +66,7 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
     item = ITEM_BYTES[problem.dtype]
     vector = problem.head_dim_v * item % 16 == 0
     plans.append(portable.delta_plan(problem, vector=vector, dlse=False))
-    pairs = problem.head_dim * item % max(2 * item, 4) == 0
+    whole = problem.head_dim * item % 16 == 0
     for access in contiguous_accesses(problem, True):
         family, _ = choose(problem, device, access, "backward")
         plans.append(portable.forward_plan(problem, device, access, stats=True))
@@ -76,7 +76,7 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
             )
             for deterministic in (True, False)
         ]
-        plans.append(portable.cast_plan(problem, plans[-1], pair_store=pairs))
+        plans.append(portable.cast_plan(problem, plans[-1], whole=whole))
     return plans
 
 

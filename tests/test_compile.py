@@ -124,7 +124,7 @@ def small_plans(problem: Problem, device) -> list[Plan]:
     backward = portable.backward_plan(
         problem, device, Access(16, 16), need_dq=True, need_dkv=True, deterministic=True
     )
-    plans += [portable.cast_plan(problem, backward, pair_store=pair) for pair in (True, False)]
+    plans += [portable.cast_plan(problem, backward, whole=whole) for whole in (True, False)]
     return plans
 
 
