@@ -225,7 +225,8 @@ class Step:
     @classmethod
     def of(cls, plan: Plan, blocks: int, *values, encoders=()) -> Step:
         """``values``: of all fields after the pointers, in the order of the plan's table."""
-        return cls(plan, layout(plan.params).rest(*values), blocks, encoders)
+        packed = layout(plan.params, plan.operands).rest(*values)
+        return cls(plan, packed, blocks, encoders)
 
     def launch(self, device_id: int, *pointers: int, mapped: Sequence[int] = []) -> None:
         """Enqueue it on the current stream of the current device, which is ``device_id``.
@@ -238,7 +239,7 @@ class Step:
         try:
             room = self._rooms.pop()
         except IndexError:
-            room = layout(self.plan.params).room(self.rest)
+            room = layout(self.plan.params, self.plan.operands).room(self.rest)
         room.point(*pointers)
         if room.mapped != mapped:
             for number, start in enumerate(mapped):

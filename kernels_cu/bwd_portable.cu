@@ -33,15 +33,31 @@
 // constants and the shared-memory map.
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
+#include "attn/score_gradients.cuh"
 #include "attn/stats.cuh"
 #include "bwd_portable_tiles.cuh"
 
 // With a band, one body for masked steps and one for the long middle, which is then a single block
 // for the compiler to order. The wide types' bodies are too long to compile twice.
-inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
+inline constexpr bool kTwoBodies = Plan::kBand && !Score::kHides && sizeof(T) == 2;
+// Whether keys of the sequence may be hidden from a query.
+inline constexpr bool kHidden = Plan::kBand || Score::kHides;
+
+using Sees = Visible<Mask<Plan::kBand>, Score>;
+using Bits = FragmentBits<Scores::kRowTiles, Scores::kColTiles>;
+static_assert(Score::kProgram || (!Score::kDropout && !Score::kSinks),
+              "weights and dS then know of neither");
+
+// What dS needs to know of a block's scores: with a score function, what it was a function of or
+// its derivative, and with it or dropout one bit for each pair.
+struct Kept {
+    Scores s;     // only where Score::kKeepsScore or !Score::kUnit
+    Bits seen;    // visible and inside the sequences; only where Score::kProgram
+    Bits weighs;  // kept by dropout; only where Score::kDropout
+};
 
 struct Backward : BackwardBlock {
-    const Mask<Plan::kBand> visible;
+    const Mask<Plan::kBand> mask;
     const Accum scale_log2;
     // What held inf or NaN: k; or a masked block of q or dout, where they were replaced by zero.
     enum Dirty : u32 { kDirtyK = 1, kDirtyQ = 2, kDirtyDout = 4 };
@@ -49,8 +65,16 @@ struct Backward : BackwardBlock {
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
         : BackwardBlock(params, w, smem_base),
-          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
+          mask{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
           scale_log2(Accum(p.scale_log2)) {}
+
+    // Of the current head.
+    __device__ __forceinline__ Score score() const {
+        if constexpr (!Score::kProgram) return {p, 0, 0};
+        const u32 batch = work().batch;
+        return {p, batch, head - batch * p.num_heads};
+    }
+    __device__ __forceinline__ Sees visible() const { return {mask, score()}; }
 
     // f(x of c, value of row i) with the statistic `which` of each query, which runs along the
     // columns of S^T.
@@ -72,8 +96,30 @@ struct Backward : BackwardBlock {
                    [&](Accum& x, int j, int i) { f(x, i, j); });
     }
 
+    // S^T to the scores that the softmax sees, and what dS needs of them.
+    __device__ __forceinline__ void apply_score(Scores& s, Kept& kept, int m_block,
+                                                bool masked) const {
+        const Sees sees = visible();
+        const int first_j = first_key() + warp_row;
+        const int first_i = m_block * Plan::kBlockM + share * kQueries;
+        kept.seen.fill(!masked);
+        for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
+            const int j = first_j + row_in_fragment(m, r), i = first_i + col_in_fragment(n, r);
+            const int key = sees.key(j), query = sees.query(i);
+            const Accum x = sees.score.scaled(s.x[m][n][r]);
+            if constexpr (Score::kKeepsScore)
+                kept.s.x[m][n][r] = x;
+            else if constexpr (!Score::kUnit)
+                kept.s.x[m][n][r] = sees.score.derivative(x, query, key);
+            s.x[m][n][r] = sees.score.value(x, query, key);
+            if (masked) kept.seen.add(m, n, r, sees.transposed(j, i));
+        });
+        if constexpr (Score::kDropout)
+            sees.score.dropout().keep_transposed(kept.weighs, first_j, first_i);
+    }
+
     // P^T of one block.
-    __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage,
+    __device__ __forceinline__ void compute_weights(Scores& s, Kept& kept, int m_block, int stage,
                                                     bool masked) const {
         const auto k = k_tile().part(warp_row, 0);
         const auto q = q_tile(m_block, stage).part(share * kQueries, 0);
@@ -81,12 +127,30 @@ struct Backward : BackwardBlock {
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s, [&](int m, int step) { return Atom::load_a(k, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
-        apply_scale_sign<Plan::kScaleSign>(s);
+        if constexpr (Score::kProgram)
+            apply_score(s, kept, m_block, masked);
+        else
+            apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
         with_stats(s, stage, 1, [&](Accum& x, Accum sum) { x = weight<T>(x * scale_log2, sum); });
-        if (masked)
-            for_each(s, m_block,
-                     [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        if (masked) hide(s, kept, m_block);
+    }
+    __device__ __forceinline__ void hide(Scores& c, const Kept& kept, int m_block) const {
+        if constexpr (Score::kProgram) {
+            for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
+                c.x[m][n][r] = kept.seen.get(m, n, r) ? c.x[m][n][r] : Accum(0);
+            });
+        } else {
+            for_each(c, m_block,
+                     [&](Accum& x, int i, int j) { x = mask.transposed(j, i) ? x : Accum(0); });
+        }
+    }
+    // Of weights, or of dP, those that dropout keeps, scaled so that their mean stays.
+    __device__ __forceinline__ void drop(Scores& c, const Kept& kept) const {
+        const Accum scale = score().keep_scale();
+        for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
+            c.x[m][n][r] = kept.weighs.get(m, n, r) ? c.x[m][n][r] * scale : Accum(0);
+        });
     }
 
     // dP^T of one block.
@@ -101,8 +165,9 @@ struct Backward : BackwardBlock {
             });
     }
     // dP^T to dS^T.
-    __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, int m_block, int stage,
-                                          bool masked) const {
+    __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, const Kept& kept,
+                                          int m_block, int stage, bool masked) const {
+        if constexpr (Score::kDropout) drop(ds, kept);
         with_stats(ds, stage, 2, [&](Accum& x, Accum delta) { x -= delta; });
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
@@ -110,9 +175,26 @@ struct Backward : BackwardBlock {
             for (int n = 0; n < Scores::kColTiles; ++n)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) ds.x[m][n][r] *= weights.x[m][n][r];
-        if (masked)
-            for_each(ds, m_block,
-                     [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        if constexpr (Score::kGradients || !Score::kUnit) to_score(ds, kept, m_block);
+        if (masked) hide(ds, kept, m_block);
+    }
+    // From the gradient by what the softmax sees to that by the scaled product; on the way, what the
+    // score's arrays receive.
+    __device__ __forceinline__ void to_score(Scores& ds, const Kept& kept, int m_block) const {
+        const Sees sees = visible();
+        const int first_j = first_key() + warp_row;
+        const int first_i = m_block * Plan::kBlockM + share * kQueries;
+        if (slice() == 0)  // the others have the same scores
+            sees.score.for_each_gradient([&](const auto& gradient) {
+                add_gradient(gradient, ds, kept.s, kept.seen, first_j, first_i);
+            });
+        if constexpr (!Score::kUnit)
+            for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
+                const int j = first_j + row_in_fragment(m, r), i = first_i + col_in_fragment(n, r);
+                const Accum s = kept.s.x[m][n][r];
+                ds.x[m][n][r] *=
+                    Score::kKeepsScore ? sees.score.derivative(s, sees.query(i), sees.key(j)) : s;
+            });
     }
 
     // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]), for the queries
@@ -216,25 +298,28 @@ struct Backward : BackwardBlock {
     __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage,
                                          bool masked) {
         Scores weights, ds;
-        compute_weights(weights, m_block, stage, masked);
+        Kept kept;
+        compute_weights(weights, kept, m_block, stage, masked);
         turn.announce();
         multiply_dout(ds, m_block, stage);
         QTile q = q_tile(m_block, stage);
         DoutTile dout = dout_tile(m_block, stage);
         // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's
         // gradients.
-        if constexpr (Plan::kBand && Plan::kNeedDkv)
+        if constexpr (kHidden && Plan::kNeedDkv)
             if (masked) {
                 __syncthreads();  // all have read q and dout as they are
                 if (find_nonfinite<true, kThreads>(q)) dirty |= kDirtyQ;
                 if (find_nonfinite<true, kThreads>(dout)) dirty |= kDirtyDout;
             }
         constexpr bool kShared = Plan::kShare > 1;
+        Scores dropped = weights;
+        if constexpr (Score::kDropout) drop(dropped, kept);
         if constexpr (kShared)
-            store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), weights);
+            store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), dropped);
         // dV stands between dP and dS, so that the tensor cores work while dS is formed.
-        if constexpr (Plan::kNeedDkv) accumulate_own(dv, weights, dout, column_v());
-        to_ds(ds, weights, m_block, stage, masked);
+        if constexpr (Plan::kNeedDkv) accumulate_own(dv, dropped, dout, column_v());
+        to_ds(ds, weights, kept, m_block, stage, masked);
         if constexpr (Plan::kNeedDq || kShared) {
             store_fragment(ds_tile().part<kQueries>(warp_row, share * kQueries), ds);
             __syncthreads();
@@ -246,9 +331,9 @@ struct Backward : BackwardBlock {
         }
         if constexpr (Plan::kNeedDq) {
             KTile k = k_tile();
-            if (Plan::kBand && (dirty & kDirtyK)) find_nonfinite<true, kThreads>(k);
+            if (kHidden && (dirty & kDirtyK)) find_nonfinite<true, kThreads>(k);
             accumulate_dq(m_block, k);
-            if (Plan::kBand && (dirty & kDirtyK)) {  // the next scores need k as it is
+            if (kHidden && (dirty & kDirtyK)) {  // the next scores need k as it is
                 __syncthreads();
                 load_tile<Plan::kCopyBytes, kThreads>(k, k_rows(), first_key());
                 cp_async_commit_group();
@@ -259,9 +344,10 @@ struct Backward : BackwardBlock {
     // What the zeros in place of inf and NaN have kept out of dk and dv, for the queries that see a
     // key...
     __device__ __forceinline__ void restore_dkv(KeyGrad& dk, ValueGrad& dv, int first, int last) {
-        const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
         const int first_row = first_key() + warp_row;
         for (head = end_head() - p.group; head < end_head(); ++head) {
+            const Sees visible = this->visible();
+            const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
             if (dirty & kDirtyDout)
                 restore_nonfinite<true>(dv, first_row, 0, dout_rows().from_column(column_v()),
                                         first, last, sees);
@@ -275,13 +361,14 @@ struct Backward : BackwardBlock {
         const Rows<const T> keys = k_rows();
         const int first_j = first_key(), last_j = min_of(first_j + Plan::kBlockN, keys.count);
         for (head = end_head() - p.group; head < end_head(); ++head) {
+            const Sees sees = visible();
             Accum* accum = static_cast<Accum*>(p.dq_accum) + i64(head) * p.accum_pitch;
             for (int j = first_j; j < last_j; ++j)
                 for (int d = 0; d < keys.dim; ++d) {
                     const T raw = *keys.at(j, d);
                     if (!is_nonfinite(raw)) continue;
                     for (int i = first + int(threadIdx.x); i < last; i += kThreads)
-                        if (visible(i, j))
+                        if (sees(i, j))
                             red_add(
                                 accum + fragment_index<Plan::kAccumVector, Plan::kAccumTiles>(i, d),
                                 Accum(to_float(raw)) * 0);
@@ -308,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     bool more = m_block < backward.range().get().end;
     if (Plan::kStages > 1 && more) backward.load_q(m_block, 0);
     cp_async_commit_group();
-    if constexpr (Plan::kBand) {
+    if constexpr (kHidden) {
         cp_async_wait_group<0>();
         __syncthreads();
         KTile k = backward.k_tile();
@@ -334,9 +421,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
                 backward.head -= last_of_head;
             }
         }
-        const bool masked = m_block >= range.full_end || m_block < range.full_begin;
+        const bool masked = Score::kHides || m_block >= range.full_end || m_block < range.full_begin;
         if constexpr (!kTwoBodies) {
-            backward.step(dk, dv, m_block, stage, (Plan::kBand || Plan::kTail) && masked);
+            backward.step(dk, dv, m_block, stage, (kHidden || Plan::kTail) && masked);
         } else if (masked) {
             backward.step(dk, dv, m_block, stage, true);
         } else {
@@ -348,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     }
     cp_async_wait_group<0>();
     backward.turn.announce();
-    if constexpr (Plan::kBand) {
+    if constexpr (kHidden) {
         const BlockRange range = backward.range().get();
         const int first = range.begin * Plan::kBlockM;
         const int last = min_of(range.end * Plan::kBlockM, p.seqlen_q);

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import score_text
 from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
 
 NAME = "portable"
@@ -222,7 +223,14 @@ def forward_plan(
         ("kStoreBytes", 0 if stats else access.store_bytes),
         ("kStats", stats),
     ]
-    return Plan("fwd_portable", "forward", 32 * tile.warps, smem, tuple(constants))
+    return Plan(
+        "fwd_portable",
+        "forward",
+        32 * tile.warps,
+        smem,
+        tuple(constants),
+        score=score_text.PLAIN,
+    )
 
 
 def backward_plan(
@@ -260,7 +268,14 @@ def backward_plan(
         ("kNeedDkv", need_dkv),
         ("kDeterministic", deterministic),
     ]
-    return Plan("bwd_portable", "backward", 32 * tile.warps, smem, tuple(constants))
+    return Plan(
+        "bwd_portable",
+        "backward",
+        32 * tile.warps,
+        smem,
+        tuple(constants),
+        score=score_text.PLAIN,
+    )
 
 
 def _accum_vector(problem, device) -> bool:
