@@ -105,6 +105,7 @@ def _add_check(check):
     check.add_argument("--cases", type=_at_least(1), default=200, metavar="N", help="(200)")
     check.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="(0)")
     check.add_argument("--only", type=_at_least(0), metavar="K", help="just case K of the seed")
+    _add_jobs(check)
     _add_device(check)
 
 
@@ -127,6 +128,12 @@ def _add_compile(build):
     text = "one for each head dim (the same)"
     build.add_argument("--head-dim-v", nargs="+", type=dim, metavar="DV", help=text)
     build.add_argument("--no-backward", action="store_true", help="forward kernels only")
+    _add_jobs(build)
+
+
+def _add_jobs(parser):
+    text = "kernels built at once, each by a process (as many as there are processors)"
+    parser.add_argument("--jobs", type=_at_least(1), metavar="N", help=text)
 
 
 def _add_device(parser):

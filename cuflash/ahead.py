@@ -4,45 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
-from dataclasses import dataclass
 
 from . import jit, tensormap
 from .families import Access, Device, choose, device_of, portable
 from .plan import CPP_TYPES, ITEM_BYTES, Plan
+from .prebuild import Record, build_all
 from .problem import Band, Problem
 
 # Lengths that every tile divides, and that none does, with many keys and with few (FEW_KEYS in
 # families/sm90.py): without a band it is compiled in whether a sequence ends inside a block.
 LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 1280, 1000)
-
-
-@dataclass(frozen=True)
-class Record:
-    """What became of one kernel: print it, or read its fields."""
-
-    plan: Plan
-    arch: str
-    path: str
-    seconds: float
-    cached: bool
-    registers: int | None  # None when the compiler was not asked, or only for PTX
-    spilled_bytes: int | None
-
-    def __str__(self) -> str:
-        values = dict(self.plan.constants)
-        if self.cached:
-            how = "cached"
-        elif self.registers is None:
-            how = "PTX, which the driver compiles when it is loaded"
-        else:
-            how = f"{self.registers} registers, {self.spilled_bytes} bytes spilled"
-        dims = "any head_dim"
-        if "kHeadDim" in values:
-            dims = f"head_dim {values['kHeadDim']}, {values['kHeadDimV']}"
-        band = ", band" if values.get("kBand") else ""
-        kernel = f"{self.plan.kernel} {self.arch} {values['Element']} {dims}{band}"
-        return f"{kernel}: {how}, {self.seconds:.2f} s"
 
 
 def _parse(arch: str | None) -> tuple[str, Device]:
@@ -108,23 +79,6 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
     return plans
 
 
-def build(plan: Plan, arch: str) -> Record:
-    """Build one plan into the cache."""
-    start = time.perf_counter()
-    built = jit.build(plan, arch)
-    registers = re.search(r"Used (\d+) registers", built.log)
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", built.log))
-    return Record(
-        plan,
-        arch,
-        str(built.path),
-        time.perf_counter() - start,
-        built.cached,
-        int(registers.group(1)) if registers else None,
-        None if built.cached else spilled,
-    )
-
-
 def _check(dtypes, head_dims, head_dims_v, causal) -> None:
     """The arguments of :func:`cuflash.compile`, already sequences."""
     if len(head_dims_v) != len(head_dims):
@@ -160,14 +114,19 @@ def compile_ahead(
     causal=(False, True),
     backward=True,
     progress=None,
+    jobs=1,
 ) -> list[Record]:
-    """See :func:`cuflash.compile`."""
+    """See :func:`cuflash.compile`.
+
+    ``jobs`` is the number of processes that build. More than 1 is for programs whose main module
+    may be imported again (``if __name__ == "__main__"``), as that of the command line.
+    """
     dtypes, head_dims = _sequence("dtypes", dtypes), _sequence("head_dims", head_dims)
     values = head_dims if head_dims_v is None else _sequence("head_dims_v", head_dims_v)
     causal = _sequence("causal", causal)
     _check(dtypes, head_dims, values, causal)
     name, device = _parse(arch)
-    records, seen = [], set()
+    plans = []
     for dtype, (head_dim, head_dim_v), banded in itertools.product(
         dtypes, zip(head_dims, values), causal
     ):
@@ -184,11 +143,12 @@ def compile_ahead(
                 scale=head_dim**-0.5,
                 band=Band(-length, 0) if banded else None,
             )
-            for plan in plans_of(problem, device, backward):
-                if plan in seen:
-                    continue
-                seen.add(plan)
-                records.append(build(plan, name))
-                if progress is not None:
-                    progress(records[-1])
+            plans += plans_of(problem, device, backward)
+    records = []
+    for outcome in build_all(plans, name, jobs):
+        if isinstance(outcome, Exception):
+            raise outcome
+        records.append(outcome)
+        if progress is not None:
+            progress(outcome)
     return records

@@ -9,7 +9,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 import cuflash
-from cuflash import reference
+from cuflash import config, jit, reference
 
 from .cli_common import Device, Failure, Progress
 
@@ -242,7 +242,7 @@ def compare(name, value, exact, beside, size, score):
 
 
 def run(args):
-    """The command. ``args``: cases, seed, only, device."""
+    """The command. ``args``: cases, seed, only, device, jobs."""
     device = Device.pick(args.device)
     dtypes = ["float32", "float64", "float16"]
     try:
@@ -254,7 +254,7 @@ def run(args):
         f"{len(numbers)} random cases, seed {args.seed}, against the float64 reference, on {device}"
     )
     if device.kind == "cuda":
-        print("kernels that are not in the cache yet are built on the way")
+        _build_kernels(numbers, args.seed, dtypes, device, args.jobs or config.processors())
     start = time.perf_counter()
     # The reference's products are small: threads of the BLAS would mostly wait for each other.
     with threadpool_limits(1):
@@ -265,12 +265,40 @@ def run(args):
     print(f"check passed: {len(numbers)} of {len(numbers)} cases on {device}, {spent:.1f} s")
 
 
+def _build_kernels(numbers, seed, dtypes, device, jobs):
+    """Build the kernels of these cases that the cache lacks, ``jobs`` at once."""
+    from . import prebuild
+
+    plans = {}
+    for number in numbers:
+        case, rng = _drawn(number, seed, dtypes)
+        try:
+            q, k, v, dout = (view(device.put(base)) for base, view in case.arrays(rng))
+            plans.update(dict.fromkeys(prebuild.plans_of_call(dout, q, k, v, case.options)))
+        except Exception:  # the case itself is going to fail by the same error, and to report it
+            continue
+    arch = jit.architecture(*divmod(device.capability, 10))
+    missing = [plan for plan in plans if not jit.is_built(plan, arch)]
+    if not missing:
+        return
+    print(f"{len(missing)} of {len(plans)} kernels are not in the cache and are built first")
+    progress, failed = Progress("build", len(missing)), 0
+    for outcome in prebuild.build_all(missing, arch, jobs):
+        failed += isinstance(outcome, Exception)
+        progress.advance(note=f"{failed} failed" if failed else "")
+
+
+def _drawn(number, seed, dtypes):
+    """The case of that number, and the generator of its arrays."""
+    rng = np.random.default_rng([seed, number])
+    return Case.draw(rng, dtypes), rng
+
+
 def _run_cases(numbers, seed, dtypes, device):
     """Check the cases of these numbers, print the faults. Returns how many cases failed."""
     progress, failed = Progress("check", len(numbers)), 0
     for number in numbers:
-        rng = np.random.default_rng([seed, number])
-        case = Case.draw(rng, dtypes)
+        case, rng = _drawn(number, seed, dtypes)
         try:
             faults = check_case(case, rng, device)
         except Exception as error:  # a call that raises is a failed case; the others still count

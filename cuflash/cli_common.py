@@ -71,6 +71,11 @@ class Device:
         number = self.cupy.cuda.runtime.getDevice()
         return f"GPU {number}, {gpu_name(self.cupy, number)}"
 
+    @property
+    def capability(self):
+        """10 * major + minor; of a GPU only."""
+        return int(self.cupy.cuda.Device().compute_capability)
+
     def put(self, array):
         """``array`` on this device; on the CPU the same memory (a mapped file stays one)."""
         array = np.asarray(array)

@@ -60,7 +60,9 @@ def _nvrtc():
 
 
 def compile(args):
-    """The command. ``args``: arch, dtype, head_dim, head_dim_v, no_backward."""
+    """The command. ``args``: arch, dtype, head_dim, head_dim_v, no_backward, jobs."""
+    from .ahead import compile_ahead
+
     count, start = 0, time.perf_counter()
 
     def report(record):
@@ -69,13 +71,14 @@ def compile(args):
         print(f"[{time.perf_counter() - start:6.1f} s] {record}", flush=True)
 
     try:
-        cuflash.compile(
+        compile_ahead(
             args.arch,
             dtypes=tuple(args.dtype),
             head_dims=tuple(args.head_dim),
             head_dims_v=tuple(args.head_dim_v) if args.head_dim_v else None,
             backward=not args.no_backward,
             progress=report,
+            jobs=args.jobs or config.processors(),
         )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from None

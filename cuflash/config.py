@@ -64,9 +64,12 @@ def num_threads() -> int:
                 f"CUFLASH_NUM_THREADS={text!r}: it must be a whole number of at least 1"
             )
         return count
-    if hasattr(
-        os, "sched_getaffinity"
-    ):  # containers and batch systems often grant fewer than exist
+    return processors()
+
+
+def processors() -> int:
+    """Processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):  # containers and batch systems grant fewer than exist
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
 

@@ -75,7 +75,7 @@ def _backward(rows, k, v, dq, dk, dv, early):
             chunk.want(dk is not None, dv is not None)
             for head in range(problem.group):
                 index = slab.with_heads(slab.head_index * problem.group + head)
-                for begin, end in row_blocks(problem.seqlen_q):
+                for begin, end in row_blocks(problem.seqlen_q, problem.band):
                     keys = chunk.keys_seen(begin, end)
                     if keys is None:
                         continue

@@ -217,5 +217,5 @@ def slabs(problem, heads):
 def row_tasks(problem):
     """(slab of query heads, row begin, row end); a causal mask's longest rows come first."""
     for slab in slabs(problem, problem.num_heads):
-        for begin, end in reversed(row_blocks(problem.seqlen_q)):
+        for begin, end in reversed(row_blocks(problem.seqlen_q, problem.band)):
             yield slab, begin, end

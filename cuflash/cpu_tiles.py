@@ -20,6 +20,7 @@ from . import config
 # lose more to the number of NumPy calls and to BLAS's packing than they gain from the cache.
 BLOCK_M = 512
 BLOCK_N = 256
+_NARROW = 128  # shorter blocks gain nothing, their calls cost as much as the scores that they save
 # Scores that keep a NumPy call busy; tiles smaller than this hold several heads.
 _FULL_TILE = 1 << 16
 # Below this many multiply-adds a second thread costs more than it brings.
@@ -44,10 +45,16 @@ class Slab:
         return self.batch_index + (head_index,)
 
 
-def row_blocks(seqlen_q):
-    """The blocks of query rows (begin, end): about four a head, so few heads occupy the threads."""
+def row_blocks(seqlen_q, band=None):
+    """The blocks of query rows (begin, end): about four a head, so few heads occupy the threads.
+
+    With a narrow band they are as short as it is wide, down to _NARROW rows: a block computes the
+    scores of all keys that any of its rows sees, most of them in vain where there are many rows.
+    """
     quarter = -(-seqlen_q // 256) * 64
     rows = min(BLOCK_M, max(128, quarter))
+    if band is not None:
+        rows = min(rows, max(_NARROW, band.hi - band.lo + 1))
     return [(begin, min(begin + rows, seqlen_q)) for begin in range(0, seqlen_q, rows)]
 
 

@@ -242,6 +242,16 @@ def _first_errors(said: str) -> str:
     return "\n".join(lines) if lines else said.strip()
 
 
+def _file_name(plan: Plan, text: str, arch: str) -> str:
+    suffix = "ptx" if arch.startswith("compute_") else "cubin"
+    return f"{plan.kernel}-{key(text, arch)}.{suffix}"
+
+
+def is_built(plan: Plan, arch: str) -> bool:
+    """Whether the cache has a plan for an architecture; nothing is made or changed."""
+    return _intact(config.cache_dir() / _file_name(plan, translation_unit(plan), arch))
+
+
 def build(plan: Plan, arch: str, *, force: bool = False) -> Build:
     """The cubin of a plan, from the cache or compiled now.
 
@@ -261,8 +271,7 @@ def build(plan: Plan, arch: str, *, force: bool = False) -> Build:
         The cache folder cannot be used.
     """
     text = translation_unit(plan)
-    suffix = "ptx" if arch.startswith("compute_") else "cubin"
-    path = _own_folder() / f"{plan.kernel}-{key(text, arch)}.{suffix}"
+    path = _own_folder() / _file_name(plan, text, arch)
     if not force and _intact(path):
         return Build(path, "", True)
     try:

@@ -17,10 +17,10 @@ from . import launch_steps as steps
 from .families import choose, sm90
 from .launch_backward import backward
 from .launch_steps import BATCH_DIMS, Step
-from .plan import round_up
+from .plan import Plan, round_up
 from .tensormap import Encoder
 
-__all__ = ["backward", "explain", "forward", "merge"]
+__all__ = ["backward", "explain", "forward", "merge", "plans_of"]
 
 MAX_COMBINE_BLOCKS = 65536  # each loops over its rows
 MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 bits
@@ -106,6 +106,28 @@ def _prepare(problem, device, arrays, tile=None):
     return _Forward(step, packed, family is sm90, ticket), family, rejections
 
 
+def _ready(problem, device_id: int, arrays, starts, tile) -> _Forward:
+    """The forward pass of (q, k, v, out, lse), prepared now or kept from an equal call."""
+
+    def make():
+        steps.check_aligned(**dict(zip(("q", "k", "v", "out", "lse"), arrays)))
+        return _prepare(problem, steps.device_facts(device_id), arrays, tile)[0]
+
+    key = (problem, device_id, tile, steps.key_of(arrays, starts))
+    return steps.prepared(key, make)
+
+
+def plans_of(problem, q, k, v, out, lse, tile=None) -> list[Plan]:
+    """The kernels that :func:`forward` would launch; none is built or launched.
+
+    It takes what `forward` takes, and raises ValueError and NotImplementedError as that does.
+    """
+    arrays = (q, k, v, out, lse)
+    if len(problem.batch) > BATCH_DIMS:
+        return steps.plans_of_outer(plans_of, problem, arrays, tile)
+    return [_ready(problem, q.data.device_id, arrays, steps.starts_of(arrays), tile).step.plan]
+
+
 def forward(problem, q, k, v, out, lse, tile=None) -> None:
     """Attention forward.
 
@@ -135,14 +157,8 @@ def forward(problem, q, k, v, out, lse, tile=None) -> None:
         return
     device_id = q.data.device_id
     arrays = (q, k, v, out, lse)
-
-    def make():
-        steps.check_aligned(q=q, k=k, v=v, out=out, lse=lse)
-        return _prepare(problem, steps.device_facts(device_id), arrays, tile)[0]
-
     starts = steps.starts_of(arrays)
-    key = (problem, device_id, tile, steps.key_of(arrays, starts))
-    step, packed, mapped, ticket = steps.prepared(key, make)
+    step, packed, mapped, ticket = _ready(problem, device_id, arrays, starts, tile)
     if packed:
         arrays = (*steps.pack_narrow(problem, q, k, v), out, lse)
         starts = steps.starts_of(arrays)

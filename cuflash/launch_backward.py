@@ -55,6 +55,11 @@ class _Backward:
     accum_values: int
     flag_count: int
 
+    @property
+    def steps(self) -> list[Step]:
+        """In the order of their launches."""
+        return [step for step in (self.delta, self.stats, self.main, self.cast) if step is not None]
+
 
 def _delta_step(problem, a: _Arrays, rows: int, stats_pitch: int) -> Step:
     vector = all(steps.whole_rows(x, problem.head_dim_v) for x in (a.out, a.dout))
@@ -212,24 +217,51 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, 
         for inner, arrays in steps.outer(problem, (dout, q, k, v, out, lse, dlse, dq, dk, dv)):
             backward(inner, *arrays, deterministic, tile)
         return
-    device_id = q.data.device_id
-    if (dk is None) != (dv is None):  # one kernel writes both
+    given = _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    kernels, narrow = _ready(problem, given, deterministic, tile)
+    _run(problem, q.data.device_id, kernels, _packed(problem, given) if narrow else given)
+
+
+def plans_of(
+    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None
+) -> list[Plan]:
+    """The kernels that :func:`backward` would launch; none is built or launched.
+
+    It takes what `backward` takes, and raises ValueError and NotImplementedError as that does.
+    """
+    arrays = (dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    if len(problem.batch) > BATCH_DIMS:
+        return steps.plans_of_outer(plans_of, problem, arrays, deterministic, tile)
+    kernels, _ = _ready(problem, _complete(*arrays), deterministic, tile)
+    return [step.plan for step in kernels.steps]
+
+
+def _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv) -> _Arrays:
+    """The arrays of a pass: one kernel writes both dk and dv, so neither is there alone."""
+    if (dk is None) != (dv is None):
         dk = cupy.empty(k.shape, k.dtype) if dk is None else dk
         dv = cupy.empty(v.shape, v.dtype) if dv is None else dv
-    given = _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    return _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
 
-    def packed():
-        return _Arrays(*steps.pack_narrow(problem, *given[:4]), *given[4:])
+
+def _packed(problem, given: _Arrays) -> _Arrays:
+    return _Arrays(*steps.pack_narrow(problem, *given[:4]), *given[4:])
+
+
+def _ready(problem, given: _Arrays, deterministic: bool, tile) -> tuple[_Backward, bool]:
+    """The kernels of a pass, prepared now or kept from an equal call, and whether inputs are packed
+    first.
+    """
+    device_id = given.q.data.device_id
 
     def make():
         steps.check_aligned(**given._asdict())
-        a = packed()
+        a = _packed(problem, given)
         kernels = _steps(problem, steps.device_facts(device_id), a, deterministic, tile)
         return kernels, any(x is not y for x, y in zip(a, given))
 
     key = (problem, device_id, tile, deterministic, steps.key_of(given, steps.starts_of(given)))
-    kernels, narrow = steps.prepared(key, make)
-    _run(problem, device_id, kernels, packed() if narrow else given)
+    return steps.prepared(key, make)
 
 
 def _run(problem, device_id: int, kernels: _Backward, a: _Arrays) -> None:

@@ -142,6 +142,14 @@ def outer(problem, arrays):
         yield inner, [None if a is None else a[index] for a in arrays]
 
 
+def plans_of_outer(plans_of, problem, arrays, *rest) -> list[Plan]:
+    """The different plans that ``plans_of`` finds for the calls of `outer`."""
+    found: dict[Plan, None] = {}
+    for inner, some in outer(problem, arrays):
+        found.update(dict.fromkeys(plans_of(inner, *some, *rest)))
+    return list(found)
+
+
 def starts_of(arrays) -> list[int]:
     """Where arrays begin; 0 for None."""
     return [0 if a is None else a.data.ptr for a in arrays]

@@ -15,7 +15,7 @@ from conftest import np_dtype
 from test_plan import HOPPER
 
 import cuflash
-from cuflash import jit, params, tensormap
+from cuflash import arrays, jit, params, tensormap
 from cuflash.families import portable
 
 TILE = portable.Tile(64, 64, 4, 1)  # asks for the portable family
@@ -60,6 +60,17 @@ def gpu_side():
     for name, module in before.items():
         setattr(cuflash, name, module)
         sys.modules[f"cuflash.{name}"] = module
+
+
+@pytest.fixture
+def on_host(gpu_side, monkeypatch):
+    """(cupy, launch) of `gpu_side`, where the public functions find them, too."""
+    cupy, _, launch = gpu_side
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nvrtc", cupy.cuda.nvrtc)
+    arrays.cupy_home.cache_clear()
+    yield cupy, launch
+    arrays.cupy_home.cache_clear()
 
 
 class Encoder:

@@ -136,3 +136,23 @@ def test_key_range_and_hidden_pairs_against_brute_force(rows, keys):
                     part = block[:, first:last]
                     assert part.all() if hidden is None else (hidden == ~part).all()
                     assert hidden is None or hidden.any()
+
+
+@pytest.mark.parametrize("window", [(63, 0), (64, 63), (300, 0)])
+def test_a_narrow_band_computes_few_hidden_scores(window, monkeypatch):
+    """At most three times the visible ones: long blocks of rows would make it ten times."""
+    computed, product = [], cpu_rows.Queries.product
+
+    def counted(block, keys):
+        s = product(block, keys)
+        computed.append(s.size)
+        return s
+
+    monkeypatch.setattr(cpu_rows.Queries, "product", counted)
+    q, k, v, dout, _ = arrays(0, "float32", (), 1, 1, 2048, 2048, 16, 16)
+    out, lse = forward(q, k, v, window=window)
+    spent, visible = sum(computed), 2048 * (sum(window) + 1)
+    assert visible / 2 < spent <= 3.1 * visible
+    computed.clear()
+    backward(dout, q, k, v, out, lse, window=window)
+    assert sum(computed) <= 2 * 3.1 * visible  # once more where out is restored
