@@ -33,7 +33,6 @@
 // constants and the shared-memory map.
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
-#include "attn/score_gradients.cuh"
 #include "attn/stats.cuh"
 #include "bwd_portable_tiles.cuh"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .. import score_text
 from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
+from ..score_text import Options
 
 NAME = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -94,6 +95,19 @@ BACKWARD_TILES = {
         Tile(16, 16, 1, 1, 1, 8),
         Tile(16, 64, 4, 1, 1, 8, direct=True),
     ),
+}
+
+# With scores of the caller's (score_text.py), which need registers of their own: half the rows for
+# 16-bit types. Not timed yet.
+SCORE_FORWARD_TILES = FORWARD_TILES | {
+    (2, 64): (Tile(64, 64, 4, 2, 2),),
+    (2, 128): (Tile(64, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
+    (2, 256): (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
+}
+SCORE_BACKWARD_TILES = BACKWARD_TILES | {
+    (2, 64): (Tile(32, 64, 4, 2, 2), Tile(32, 64, 4, 1, 2)),
+    (2, 128): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 64, 8, 1, 1, 1, 2)),
+    (2, 192): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2)),
 }
 
 
@@ -212,8 +226,9 @@ def forward_plan(
     """The plan of fwd_portable.cu. With ``stats`` the pass that refines row statistics for
     backward.
     """
+    options = Options.of(problem, stats=stats)
     tile, smem = _tile_of(
-        "forward", FORWARD_TILES, problem, device, tile, lambda t: forward_smem(problem, t, stats)
+        "forward", SCORE_FORWARD_TILES if options else FORWARD_TILES, problem, device, tile, lambda t: forward_smem(problem, t, stats)
     )
     constants = _common(problem, tile) + [
         ("kHeadDim", _padded(problem.head_dim)),
@@ -229,7 +244,8 @@ def forward_plan(
         32 * tile.warps,
         smem,
         tuple(constants),
-        score=score_text.PLAIN,
+        score=score_text.text(options),
+        operands=score_text.rows(options, forward=True),
     )
 
 
@@ -241,13 +257,16 @@ def backward_plan(
     need_dq: bool,
     need_dkv: bool,
     deterministic: bool,
+    gradients: tuple = (),
     tile: Tile | None = None,
 ) -> Plan:
-    """The plan of bwd_portable.cu."""
+    """The plan of bwd_portable.cu. ``gradients``: as in score_text.Options."""
     def smem_of(tile):
         return backward_smem(problem, tile, need_dq)
 
-    tile, smem = _tile_of("backward", BACKWARD_TILES, problem, device, tile, smem_of)
+    options = Options.of(problem, gradients=gradients)
+    table = SCORE_BACKWARD_TILES if options else BACKWARD_TILES
+    tile, smem = _tile_of("backward", table, problem, device, tile, smem_of)
     slice_dim = _sliced(problem.head_dim, tile)
     slice_dim_v = _sliced(problem.head_dim_v, tile)
     along_m, along_d = _dq_warps(tile, slice_dim)
@@ -274,7 +293,8 @@ def backward_plan(
         32 * tile.warps,
         smem,
         tuple(constants),
-        score=score_text.PLAIN,
+        score=score_text.text(options),
+        operands=score_text.rows(options, forward=False),
     )
 
 

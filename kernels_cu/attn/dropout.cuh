@@ -9,7 +9,7 @@
 // share their calls: each makes one and passes on which bytes are below the limit.
 struct Dropout {
     u64 seed;
-    u32 limit;  // a weight is kept when its byte is below: keep = limit / 256
+    u32 limit;  // 1 .. 256; a weight is kept when its byte is below: keep = limit / 256
     u32 batch, head;
 
     // Bit n: whether key 16 * group + n is kept for query i.
@@ -19,7 +19,7 @@ struct Dropout {
         u32 kept = 0;
 #pragma unroll
         for (int n = 0; n < 4; ++n) kept |= bytes_below(bytes[n], limit) << 4 * n;
-        return kept;
+        return limit < 256 ? kept : 0xffffu;
     }
 
     // For scores with queries as rows: a quad shares rows, two lanes' worth of keys to a column tile.
