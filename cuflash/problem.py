@@ -13,6 +13,7 @@ from functools import lru_cache
 from numbers import Real
 
 from .checks import DTYPES, check_head_dim, is_bool, is_int, show
+from .score import Program
 
 LAYOUTS = ("bhsd", "bshd")
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -45,6 +46,9 @@ class Problem:
     scale: float  # the resolved value: 1/sqrt(head_dim) when the caller gave None
     band: Band | None = None  # None: every key is visible
     precision: str | None = None  # None or "tf32" (float32 only)
+    program: Program | None = None  # what options make of the scores; numbers and arrays are apart
+    sinks: bool = False
+    dropout: bool = False
 
     @property
     def group(self) -> int:
