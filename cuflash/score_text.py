@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .score import CPP, Program
+from .score import Program, constant, ordered, render
 
 ELEMENTS = {
     "bool": "unsigned char",
@@ -125,13 +125,13 @@ def text(options: Options) -> str:
     program = options.program
     args = options.args
     parts = [*_constants(options), *_start(args), *_accessors(args)]
-    value = ["return s;"] if program is None else _body(program.value, args)
+    value = ["return s;"] if program is None else _body(program.value)
     parts += _function("Accum value(Accum s, int i, int j)", value)
-    slope = ["return 1;"] if program is None else _body(program.derivative, args)
+    slope = ["return 1;"] if program is None else _body(program.derivative)
     parts += _function("Accum derivative(Accum s, int i, int j)", slope)
     seen = ["return true;"]
     if program is not None and program.visible is not None:
-        seen = _body(program.visible, args)
+        seen = _body(program.visible)
     parts += _function("bool visible(int i, int j)", seen)
     parts += _function("Accum sink()", _sink(options))
     parts += _function("Accum keep_scale()", _keep_scale(options))
@@ -143,7 +143,7 @@ def text(options: Options) -> str:
 
 def _constants(options):
     program = options.program
-    unit = program is None or _is_one(program.derivative)
+    unit = program is None or program.derivative is constant(1.0)
     needs = any(depends(program.gradients[g.number][2], "s") for g in options.gradients)
     flags = {
         "kProgram": True,
@@ -249,7 +249,7 @@ def _gradients(options):
     for gradient in options.gradients:
         n = gradient.number
         number, node, term = options.program.gradients[n]
-        lines += _function(f"Accum term{n}(Accum s, int i, int j)", _body(term, options.args))
+        lines += _function(f"Accum term{n}(Accum s, int i, int j)", _body(term))
         lines += _function(f"i64 entry{n}(int i, int j)", _entry(options.args, number, node))
         lines += _gradient_struct(gradient, number)
     visits = [f"f(Gradient{g.number}{{*this}});" for g in options.gradients]
@@ -302,11 +302,12 @@ def _entry(args, number, node):
         start = f"batch_offset({strides}, p.batch_sizes, batch) + i64(head) * {strides}.head"
         start = f"i64(p.first_entry{number}) + {start}"
         return [f"return {start} + i64(i) * {strides}.row + i64(j) * {strides}.col;"]
-    lines, indices = _rendered(node.operands, args)
-    entry = "0"
-    for axis, index in enumerate(indices):
+    lines, entry = [], "0"
+    for axis, index in enumerate(node.operands):
         size = f"p.arg{number}_size{axis}"
-        lines.append(f"const i64 x{axis} = wrapped({index}, {size});")
+        inner, expression = render(index, SYMBOLS)
+        lines.append(f"i64 x{axis};")
+        lines.append(" ".join(["{", *inner, f"x{axis} = wrapped({expression}, {size});", "}"]))
         lines.append(f"if (x{axis} < 0) return -1;")
         entry = f"x{axis}" if axis == 0 else f"({entry}) * {size} + x{axis}"
     return [*lines, f"return {entry};"]
@@ -315,51 +316,17 @@ def _entry(args, number, node):
 # ---- expressions -----------------------------------------------------------------------------
 
 
-SYMBOLS = {"s": "s", "b": "int(p.first_batch + batch)", "h": "int(head)", "i": "i", "j": "j"}
-
-
-def _is_one(node):
-    return node.op == "const" and node.value == 1
+SYMBOLS = {"b": "int(p.first_batch + batch)", "h": "int(head)"}
 
 
 def depends(node, symbol) -> bool:
-    """Whether the expression has the symbol."""
-    if node.op == "element" and symbol in "ij":
-        return True
-    return (node.op, node.value) == ("symbol", symbol) or any(
-        depends(x, symbol) for x in node.operands
+    """Whether the expression can differ between two values of a symbol."""
+    return any(
+        x.op == "symbol" and x.value == symbol or x.op == "element" and symbol in "bhij"
+        for x in ordered(node)
     )
 
 
-def _rendered(nodes, args):
-    lines, names = [], {}
-
-    def name_of(node):
-        if node not in names:
-            expression = _spell(node, args, name_of)
-            if not node.operands:
-                names[node] = expression
-            else:
-                names[node] = f"t{len(lines)}"
-                lines.append(f"const auto {names[node]} = {expression};")
-        return names[node]
-
-    return lines, [name_of(node) for node in nodes]
-
-
-def _spell(node, args, name_of):
-    if node.op == "symbol":
-        return SYMBOLS[node.value]
-    if node.op == "const":
-        return f"Accum({node.value!r})" if node.kind == "float" else repr(node.value).lower()
-    operands = [name_of(x) for x in node.operands]
-    if node.op == "element":
-        return f"arg{node.value}(i, j)"
-    if node.op == "fetch":
-        return f"arg{node.value}({', '.join(operands)})"
-    return CPP[node.op].format(*operands)
-
-
-def _body(node, args):
-    lines, (expression,) = _rendered((node,), args)
+def _body(node):
+    lines, expression = render(node, SYMBOLS)
     return [*lines, f"return {expression};"]

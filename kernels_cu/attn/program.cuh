@@ -48,7 +48,29 @@ __device__ __forceinline__ int div_floor(int a, int b) {
     const int quotient = a / b;
     return quotient - (quotient * b != a && (a < 0) != (b < 0));
 }
-__device__ __forceinline__ int mod_floor(int a, int b) { return b == 0 ? 0 : a - div_floor(a, b) * b; }
+__device__ __forceinline__ int mod_floor(int a, int b) {
+    return b == 0 ? 0 : a - div_floor(a, b) * b;
+}
+template <class Float> __device__ __forceinline__ Float float_mod_floor(Float a, Float b) {
+    const Float rest = fmod(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+__device__ __forceinline__ float mod_floor(float a, float b) { return float_mod_floor(a, b); }
+__device__ __forceinline__ double mod_floor(double a, double b) { return float_mod_floor(a, b); }
+template <class Float> __device__ __forceinline__ Float float_div_floor(Float a, Float b) {
+    const Float whole = (a - float_mod_floor(a, b)) / b;  // but for its own rounding
+    return b == 0 ? a / b : rint(whole);
+}
+__device__ __forceinline__ float div_floor(float a, float b) { return float_div_floor(a, b); }
+__device__ __forceinline__ double div_floor(double a, double b) { return float_div_floor(a, b); }
+
+__device__ __forceinline__ int abs_of(int x) { return x < 0 ? -x : x; }
+__device__ __forceinline__ float abs_of(float x) { return fabsf(x); }
+__device__ __forceinline__ double abs_of(double x) { return fabs(x); }
+// NaN where x is NaN.
+template <class A> __device__ __forceinline__ A sign_of(A x) {
+    return x > A(0) ? A(1) : x < A(0) ? A(-1) : x;
+}
 
 // Elements of the caller's arrays as scores compute with them.
 template <class Accum> __device__ __forceinline__ Accum read(f16 x) { return to_float(x); }
