@@ -132,21 +132,22 @@ def all_strides(problem, *arrays) -> list[int]:
     return [x for array in arrays for x in strides_of(array, len(problem.batch))]
 
 
-def outer(problem, arrays):
+def outer(problem, arrays, operands=None):
     """Calls with more leading axes than a kernel takes run once for each index of the first
-    ones.
+    ones: (problem, arrays, operands) of each.
     """
     extra = len(problem.batch) - BATCH_DIMS
     inner = replace(problem, batch=problem.batch[extra:])
     for index in np.ndindex(*problem.batch[:extra]):
-        yield inner, [None if a is None else a[index] for a in arrays]
+        some = [None if a is None else a[index] for a in arrays]
+        yield inner, some, None if operands is None else operands.at(problem, index)
 
 
-def plans_of_outer(plans_of, problem, arrays, *rest) -> list[Plan]:
+def plans_of_outer(plans_of, problem, arrays, operands, *rest) -> list[Plan]:
     """The different plans that ``plans_of`` finds for the calls of `outer`."""
     found: dict[Plan, None] = {}
-    for inner, some in outer(problem, arrays):
-        found.update(dict.fromkeys(plans_of(inner, *some, *rest)))
+    for inner, some, its in outer(problem, arrays, operands):
+        found.update(dict.fromkeys(plans_of(inner, some, its, *rest)))
     return list(found)
 
 
@@ -192,10 +193,13 @@ def section_values(problem, device, heads: int, head_bytes: int, turns: bool = F
     return [section, heads // section * section]
 
 
-def scale_log2(problem) -> float:
-    """|scale| * log2(e), finite in the scores' type; never 0, since 0 times a hidden score's -inf
+def scale_log2(problem, options=None) -> float:
+    """What the softmax multiplies scores by. Where options see them, scaled, log2(e); else
+    |scale| * log2(e), finite in the scores' type; never 0, since 0 times a hidden score's -inf
     is NaN. The sign is in the plan.
     """
+    if options:
+        return LOG2E
     if problem.scale == 0:
         return 1.0
     limits = np.finfo(problem.lse_dtype)

@@ -164,6 +164,12 @@ TABLES = {
         ("scale", "f64"),
         ("accum_pitch", "i64"),
     ],
+    "row_norm": [
+        ("x", "in"),
+        ("most", "out"),
+        ("x_strides", "strides"),
+        *_SHAPE,
+    ],
     "combine": [
         ("outs", "in"),
         ("lses", "in"),
@@ -209,7 +215,7 @@ class Layout:
     def __init__(self, table: str, operands: tuple = ()):
         kinds = [kind for _, kind in TABLES[table]]
         if kinds != sorted(kinds, key=_place):
-            raise ValueError(f"table {table}: tensor maps come first, then pointers")
+            raise ValueError(f"table {table}: pointers must come first, behind tensor maps")
         kinds = [kind for _, kind in rows(table, operands)]
         self.num_maps = kinds.count("map")
         kinds = kinds[self.num_maps :]

@@ -145,15 +145,15 @@ class _Listing:
     def __getattr__(self, name):
         return getattr(self._home, name)
 
-    def forward(self, *arguments) -> None:
+    def forward(self, *arguments, **keywords) -> None:
         from . import launch
 
-        self.plans += launch.plans_of(*arguments)
+        self.plans += launch.plans_of(*arguments, **keywords)
 
-    def backward(self, *arguments) -> None:
+    def backward(self, *arguments, **keywords) -> None:
         from . import launch_backward
 
-        self.plans += launch_backward.plans_of(*arguments)
+        self.plans += launch_backward.plans_of(*arguments, **keywords)
 
 
 def plans_of_call(dout, q, k, v, options: dict) -> list[Plan]:
