@@ -55,6 +55,10 @@ struct Kept {
     Bits weighs;  // kept by dropout; only where Score::kDropout
 };
 
+// Of the product for dQ: written out in full, its operands are read so far ahead, beside dK and dV,
+// that registers spill.
+inline constexpr int kDqUnroll = min_of(kSmemUnroll<T>, 4);
+
 struct Backward : BackwardBlock {
     const Mask<Plan::kBand> mask;
     const Accum scale_log2;
@@ -230,25 +234,28 @@ struct Backward : BackwardBlock {
         return slice() * Plan::kSliceDimV + share * kColumnsV;
     }
 
+    // The blocks of keys that a block of queries sees end here.
+    __device__ __forceinline__ int end_of_keys(int m_block) const {
+        if constexpr (!Plan::kBand) return int(p.num_blocks);
+        const int first = m_block * Plan::kBlockM;
+        const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
+        return band_range<true>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k).end;
+    }
     __device__ __forceinline__ void accumulate_dq(int m_block, KTile k_input) {
         const int warp = detached(int(threadIdx.x)) / kWarpSize;
         if (kDqWarps < Plan::kWarps && warp >= kDqWarps) return;
         const int row = warp % Plan::kDqWarpsM * kDqRows, col = warp / Plan::kDqWarpsM * kDqCols;
         const BlockWork w = work();
         const int slice_col = w.slice * Plan::kSliceDim + col;
-        const int first = m_block * Plan::kBlockM;
-        const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
-        const int end =
-            band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k)
-                .end;
         const i64 sums = (i64(head) * Plan::kSlices + w.slice) * p.num_m_blocks + m_block;
         const u32 seen =
-            turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp, u32(end - 1 - w.block));
+            turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
+                      u32(end_of_keys(m_block) - 1 - w.block));
         const auto ds = ds_tile().part<kDqRows>(0, row);
         const auto k = k_input.template part<kDqCols>(0, slice_col);
         QueryGrad dq;
         dq.fill(0);
-        gemm<Atom, Plan::kBlockN / Atom::kK, kSmemUnroll<T>>(
+        gemm<Atom, Plan::kBlockN / Atom::kK, kDqUnroll>(
             dq, [&](int m, int step) { return Atom::load_a_trans(ds, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) {
                 Atom::load_b_trans(b, k, 16 * n, step * Atom::kK);
@@ -300,6 +307,8 @@ struct Backward : BackwardBlock {
         Kept kept;
         compute_weights(weights, kept, m_block, stage, masked);
         turn.announce();
+        // Nothing else keeps the next product's operands from being read beside all of this one's.
+        if constexpr (Plan::kBand && !Plan::kNeedDq) __syncwarp();
         multiply_dout(ds, m_block, stage);
         QTile q = q_tile(m_block, stage);
         DoutTile dout = dout_tile(m_block, stage);

@@ -57,6 +57,11 @@ inline constexpr bool kTwoBodies = Plan::kBand && !Score::kHides && sizeof(T) ==
 // Whether keys of the sequence may be hidden from a query.
 inline constexpr bool kHidden = Plan::kBand || Score::kHides;
 
+// Of the product for the scores. Beside two bodies, or addresses of single elements, operands read
+// as far ahead as a product in full allows would spill registers.
+inline constexpr int kScoreUnroll =
+    kTwoBodies || Plan::kCopyBytes == 0 ? min_of(kSmemUnroll<T>, 4) : kSmemUnroll<T>;
+
 static_assert(!Plan::kDirect || Plan::kStages == 1, "there is nothing to copy ahead");
 template <int kRows, int kCols> using Input = InputTile<Plan::kDirect, T, kRows, kCols>;
 using QTile = Input<Plan::kBlockM, Plan::kHeadDim>;
@@ -171,7 +176,7 @@ struct Forward {
         const auto q = q_tile().part(warp_row, 0);
         const auto k = k_tile(n_block, stage).part(0, 0);
         s.fill(0);
-        gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
+        gemm<Atom, Plan::kHeadDim / Atom::kK, kScoreUnroll>(
             s, [&](int m, int step) { return Atom::load_a(q, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, k, 16 * n, step * Atom::kK); });
     }
@@ -256,7 +261,8 @@ struct Forward {
         T* start = head_start<T>(p.out, p.out_strides, p.batch_sizes, w.batch, w.head);
         const Rows<T> rows(start, p.out_strides, p.seqlen_q, p.head_dim_v);
         store_tile<Plan::kStoreBytes, kWarpSize>(tile, rows.from_column(w.slice * Plan::kHeadDimV),
-                                                 w.block * Plan::kBlockM + warp_row, detached(lane_id()));
+                                                 w.block * Plan::kBlockM + warp_row,
+                                                 detached(lane_id()));
     }
     __device__ __forceinline__ Accum* lse_start() const {
         const BlockWork w = work();

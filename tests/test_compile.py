@@ -33,10 +33,6 @@ pytestmark = pytest.mark.skipif(
 WORKERS = 2
 CPU_SECONDS = 10  # of the compiler for one kernel; most take 1 to 4
 
-# The measured 16-bit tiles fill all 255 registers, and the assembler puts a few scalars (a bound, an
-# address) into local memory, once a step and outside the products. Smaller tiles without them are
-# slower. To be removed by kernels that need fewer registers; no other kernel may spill a byte.
-SCALAR_BYTES = 24
 # One register of the Hopper forward's producer, stored and read back once a piece of work.
 PRODUCER_BYTES = 4
 
@@ -148,15 +144,12 @@ class Built:
     warnings: tuple[str, ...]
     cpu_seconds: float
     error: str = ""
-    short: bool = False  # a 16-bit kernel of forward or backward
     may_spill: bool = False
     hopper: bool = False
 
     def faults(self) -> list[str]:
         found = [self.error] if self.error else list(self.warnings)
         most = PRODUCER_BYTES if self.hopper else 0
-        if self.registers == 255 and self.short:
-            most = SCALAR_BYTES
         if self.spilled > most and not self.may_spill:
             found.append(f"{self.spilled} bytes spilled at {self.registers} registers")
         if self.cpu_seconds > CPU_SECONDS:
@@ -180,11 +173,10 @@ def compile_one(job: tuple[str, Plan, str]) -> Built:
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
     lines = [line.strip() for line in log.splitlines()]
     warnings = tuple(x for x in lines if re.search(r"warning|performance", x, re.IGNORECASE))
-    short = plan.kernel.endswith("_portable") and plan["Element"] in ("f16", "bf16")
     # As test_sm90.py has it: with a band Hopper's kernels are not held to it.
     may_spill = plan.kernel == "fwd_sm90" and plan["kBand"]
     return Built(
-        name, int(registers.group(1)), spilled, warnings, seconds, short=short, may_spill=may_spill,
+        name, int(registers.group(1)), spilled, warnings, seconds, may_spill=may_spill,
         hopper=plan.kernel == "fwd_sm90",
     )  # fmt: skip
 

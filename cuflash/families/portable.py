@@ -56,6 +56,15 @@ FORWARD_TILES = {
     ),
 }
 
+# In place of those rows where more addresses or another assembler's order exceed the registers:
+# reads by element with a band, and from sm_100 on with a band or reads by element.
+LEAN_FORWARD_TILES = {
+    (2, 64): (Tile(128, 64, 4, 2, 2),),
+    (2, 128): (Tile(64, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
+}
+# The same, from sm_100 on with any mask and access.
+RECENT_FORWARD_TILES = {(4, 128): (Tile(64, 16, 4, 2, 1, 2), Tile(64, 16, 4, 1, 1, 2))}
+
 BACKWARD_TILES = {
     (2, 64): (Tile(32, 128, 4, 2, 2), Tile(32, 64, 4, 1, 2)),
     (2, 128): (
@@ -68,7 +77,7 @@ BACKWARD_TILES = {
         Tile(32, 64, 8, 2, 1, 1, 2),
         Tile(32, 32, 4, 1, 1, 1, 2),
     ),
-    (2, 256): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
+    (2, 256): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 2, 2), Tile(16, 32, 2, 1, 1, 2)),
     (4, 64): (Tile(16, 64, 4, 2, 2), Tile(16, 64, 4, 1)),
     (4, 128): (Tile(16, 64, 4, 2, 1, 2), Tile(16, 64, 4, 1, 1, 2), Tile(16, 32, 2, 1, 1, 2)),
     (4, 256): (
@@ -99,12 +108,12 @@ BACKWARD_TILES = {
 
 # With scores of the caller's (score_text.py), which need registers of their own: half the rows for
 # 16-bit types. Not timed yet.
-SCORE_FORWARD_TILES = FORWARD_TILES | {
+SCORE_FORWARD_TILES = {
     (2, 64): (Tile(64, 64, 4, 2, 2),),
     (2, 128): (Tile(64, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
     (2, 256): (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
 }
-SCORE_BACKWARD_TILES = BACKWARD_TILES | {
+SCORE_BACKWARD_TILES = {
     (2, 64): (Tile(32, 64, 4, 2, 2), Tile(32, 64, 4, 1, 2)),
     (2, 128): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 64, 8, 1, 1, 1, 2)),
     (2, 192): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2)),
@@ -125,6 +134,19 @@ def _padded(head_dim: int) -> int:
 def _sliced(head_dim: int, tile: Tile) -> int:
     """Columns of one slice: whole fragments for each of the warps that share its keys."""
     return round_up(-(-head_dim // tile.slices), 16 * tile.share)
+
+
+def _forward_tiles(problem, device, access, options):
+    """The table that holds for a call."""
+    conditions = (problem.band is not None, access.load_bytes == 0)
+    recent = device.capability >= 100
+    lean = all(conditions) or (recent and any(conditions))
+    return {
+        **FORWARD_TILES,
+        **(LEAN_FORWARD_TILES if lean else {}),
+        **(RECENT_FORWARD_TILES if recent else {}),
+        **(SCORE_FORWARD_TILES if options else {}),
+    }
 
 
 def _rows(table, problem):
@@ -228,7 +250,12 @@ def forward_plan(
     """
     options = Options.of(problem, stats=stats)
     tile, smem = _tile_of(
-        "forward", SCORE_FORWARD_TILES if options else FORWARD_TILES, problem, device, tile, lambda t: forward_smem(problem, t, stats)
+        "forward",
+        _forward_tiles(problem, device, access, options),
+        problem,
+        device,
+        tile,
+        lambda t: forward_smem(problem, t, stats),
     )
     constants = _common(problem, tile) + [
         ("kHeadDim", _padded(problem.head_dim)),
@@ -265,7 +292,7 @@ def backward_plan(
         return backward_smem(problem, tile, need_dq)
 
     options = Options.of(problem, gradients=gradients)
-    table = SCORE_BACKWARD_TILES if options else BACKWARD_TILES
+    table = BACKWARD_TILES | (SCORE_BACKWARD_TILES if options else {})
     tile, smem = _tile_of("backward", table, problem, device, tile, smem_of)
     slice_dim = _sliced(problem.head_dim, tile)
     slice_dim_v = _sliced(problem.head_dim_v, tile)
