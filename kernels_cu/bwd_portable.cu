@@ -30,96 +30,27 @@
 //
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and
 // kSliceDimV of dv, where all of them would not fit the registers. bwd_portable_tiles.cuh has the
-// constants and the shared-memory map.
-#include "attn/mask.cuh"
-#include "attn/score.cuh"
+// constants and the shared-memory map, bwd_portable_scores.cuh what a score function, hidden keys
+// and dropout do to a block of S^T and dS^T.
 #include "attn/stats.cuh"
-#include "bwd_portable_tiles.cuh"
+#include "bwd_portable_scores.cuh"
 
 // With a band, one body for masked steps and one for the long middle, which is then a single block
 // for the compiler to order. The wide types' bodies are too long to compile twice.
 inline constexpr bool kTwoBodies = Plan::kBand && !Score::kHides && sizeof(T) == 2;
-// Whether keys of the sequence may be hidden from a query.
-inline constexpr bool kHidden = Plan::kBand || Score::kHides;
-
-using Sees = Visible<Mask<Plan::kBand>, Score>;
-using Bits = FragmentBits<Scores::kRowTiles, Scores::kColTiles>;
-static_assert(Score::kProgram || (!Score::kDropout && !Score::kSinks),
-              "weights and dS then know of neither");
-
-// What dS needs to know of a block's scores: with a score function, what it was a function of or
-// its derivative, and with it or dropout one bit for each pair.
-struct Kept {
-    Scores s;     // only where Score::kKeepsScore or !Score::kUnit
-    Bits seen;    // visible and inside the sequences; only where Score::kProgram
-    Bits weighs;  // kept by dropout; only where Score::kDropout
-};
-
 // Of the product for dQ: written out in full, its operands are read so far ahead, beside dK and dV,
 // that registers spill.
 inline constexpr int kDqUnroll = min_of(kSmemUnroll<T>, 4);
 
-struct Backward : BackwardBlock {
-    const Mask<Plan::kBand> mask;
+struct Backward : BackwardScores {
     const Accum scale_log2;
     // What held inf or NaN: k; or a masked block of q or dout, where they were replaced by zero.
     enum Dirty : u32 { kDirtyK = 1, kDirtyQ = 2, kDirtyDout = 4 };
     u32 dirty = 0;
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
-        : BackwardBlock(params, w, smem_base),
-          mask{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
+        : BackwardScores(params, w, smem_base),
           scale_log2(Accum(p.scale_log2)) {}
-
-    // Of the current head.
-    __device__ __forceinline__ Score score() const {
-        if constexpr (!Score::kProgram) return {p, 0, 0};
-        const u32 batch = work().batch;
-        return {p, batch, head - batch * p.num_heads};
-    }
-    __device__ __forceinline__ Sees visible() const { return {mask, score()}; }
-
-    // f(x of c, value of row i) with the statistic `which` of each query, which runs along the
-    // columns of S^T.
-    template <class F>
-    __device__ __forceinline__ void with_stats(Scores& c, int stage, int which, F f) const {
-        const auto stats = stats_tile(stage).part<kQueries>(0, share * kQueries);
-#pragma unroll
-        for (int n = 0; n < Scores::kColTiles; ++n) {
-            Accum value[2];
-            StatsTile::load_two(stats.address(0, 8 * n, which, lane_id() % 4 * 2), value);
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-                for (int r = 0; r < 4; ++r) f(c.x[m][n][r], value[r % 2]);
-        }
-    }
-    template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
-        c.for_each(first_key() + warp_row, m_block * Plan::kBlockM + share * kQueries,
-                   [&](Accum& x, int j, int i) { f(x, i, j); });
-    }
-
-    // S^T to the scores that the softmax sees, and what dS needs of them.
-    __device__ __forceinline__ void apply_score(Scores& s, Kept& kept, int m_block,
-                                                bool masked) const {
-        const Sees sees = visible();
-        const int first_j = first_key() + warp_row;
-        const int first_i = m_block * Plan::kBlockM + share * kQueries;
-        kept.seen.fill(!masked);
-        for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-            const int j = first_j + row_in_fragment(m, r), i = first_i + col_in_fragment(n, r);
-            const int key = sees.key(j), query = sees.query(i);
-            const Accum x = sees.score.scaled(s.x[m][n][r]);
-            if constexpr (Score::kKeepsScore)
-                kept.s.x[m][n][r] = x;
-            else if constexpr (!Score::kUnit)
-                kept.s.x[m][n][r] = sees.score.derivative(x, query, key);
-            s.x[m][n][r] = sees.score.value(x, query, key);
-            if (masked) kept.seen.add(m, n, r, sees.transposed(j, i));
-        });
-        if constexpr (Score::kDropout)
-            sees.score.dropout().keep_transposed(kept.weighs, first_j, first_i);
-    }
 
     // P^T of one block.
     __device__ __forceinline__ void compute_weights(Scores& s, Kept& kept, int m_block, int stage,
@@ -138,24 +69,6 @@ struct Backward : BackwardBlock {
         with_stats(s, stage, 1, [&](Accum& x, Accum sum) { x = weight<T>(x * scale_log2, sum); });
         if (masked) hide(s, kept, m_block);
     }
-    __device__ __forceinline__ void hide(Scores& c, const Kept& kept, int m_block) const {
-        if constexpr (Score::kProgram) {
-            for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-                c.x[m][n][r] = kept.seen.get(m, n, r) ? c.x[m][n][r] : Accum(0);
-            });
-        } else {
-            for_each(c, m_block,
-                     [&](Accum& x, int i, int j) { x = mask.transposed(j, i) ? x : Accum(0); });
-        }
-    }
-    // Of weights, or of dP, those that dropout keeps, scaled so that their mean stays.
-    __device__ __forceinline__ void drop(Scores& c, const Kept& kept) const {
-        const Accum scale = score().keep_scale();
-        for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-            c.x[m][n][r] = kept.weighs.get(m, n, r) ? c.x[m][n][r] * scale : Accum(0);
-        });
-    }
-
     // dP^T of one block.
     __device__ __forceinline__ void multiply_dout(Scores& dp, int m_block, int stage) const {
         const auto v = v_tile().part(warp_row, 0);
@@ -181,25 +94,6 @@ struct Backward : BackwardBlock {
         if constexpr (Score::kGradients || !Score::kUnit) to_score(ds, kept, m_block);
         if (masked) hide(ds, kept, m_block);
     }
-    // From the gradient by what the softmax sees to that by the scaled product; on the way, what the
-    // score's arrays receive.
-    __device__ __forceinline__ void to_score(Scores& ds, const Kept& kept, int m_block) const {
-        const Sees sees = visible();
-        const int first_j = first_key() + warp_row;
-        const int first_i = m_block * Plan::kBlockM + share * kQueries;
-        if (slice() == 0)  // the others have the same scores
-            sees.score.for_each_gradient([&](const auto& gradient) {
-                add_gradient(gradient, ds, kept.s, kept.seen, first_j, first_i);
-            });
-        if constexpr (!Score::kUnit)
-            for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-                const int j = first_j + row_in_fragment(m, r), i = first_i + col_in_fragment(n, r);
-                const Accum s = kept.s.x[m][n][r];
-                ds.x[m][n][r] *=
-                    Score::kKeepsScore ? sees.score.derivative(s, sees.query(i), sees.key(j)) : s;
-            });
-    }
-
     // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]), for the queries
     // whose weights this warp computed...
     template <class C, class Tile>
@@ -226,7 +120,6 @@ struct Backward : BackwardBlock {
                 Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
             });
     }
-    __device__ __forceinline__ int slice() const { return Plan::kSlices == 1 ? 0 : work().slice; }
     __device__ __forceinline__ int column() const {
         return slice() * Plan::kSliceDim + share * kColumns;
     }

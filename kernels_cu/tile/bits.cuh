@@ -1,8 +1,7 @@
 // One bit for each element that a thread holds of a fragment: what would cost a register each, or
 // must not be computed twice.
 #pragma once
-#include "atom.cuh"
-#include "fragment.cuh"
+#include "lanes.cuh"
 
 // f(m, n, r) for the places of a thread's elements.
 template <int kRowTiles, int kColTiles, class F> __device__ __forceinline__ void for_each_place(F f) {
