@@ -185,7 +185,7 @@ struct Forward {
                                                          bool masked) const {
         const Sees sees = visible();
         if constexpr (Score::kProgram) {
-            s.for_each(first_row() + warp_row, n_block * Plan::kBlockN,
+            s.for_each(detached(first_row() + warp_row), n_block * Plan::kBlockN,
                        [&](Accum& x, int i, int j) {
                            x = sees.score.value(sees.score.scaled(x), sees.query(i), sees.key(j));
                        });
@@ -193,7 +193,8 @@ struct Forward {
             apply_scale_sign<Plan::kScaleSign>(s);
         }
         if (!masked) return;
-        s.for_each(first_row() + warp_row, n_block * Plan::kBlockN,
+        const int row = first_row() + warp_row;
+        s.for_each(Score::kHides ? detached(row) : row, n_block * Plan::kBlockN,
                    [&](Accum& x, int i, int j) { x = sees(i, j) ? x : -infinity<Accum>(); });
     }
     // Weights that dropout does not keep become 0; the others are scaled with the output.

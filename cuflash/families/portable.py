@@ -110,13 +110,18 @@ BACKWARD_TILES = {
 # 16-bit types. Not timed yet.
 SCORE_FORWARD_TILES = {
     (2, 64): (Tile(64, 64, 4, 2, 2),),
-    (2, 128): (Tile(64, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
-    (2, 256): (Tile(64, 32, 4, 2), Tile(64, 16, 4, 1)),
+    (2, 128): (Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 1)),
+    (2, 256): (Tile(64, 32, 4, 2, 1, 2), Tile(64, 16, 4, 1, 1, 2)),
 }
 SCORE_BACKWARD_TILES = {
     (2, 64): (Tile(32, 64, 4, 2, 2), Tile(32, 64, 4, 1, 2)),
     (2, 128): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 64, 8, 1, 1, 1, 2)),
     (2, 192): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2)),
+}
+# The same below sm_80, whose products take more registers.
+OLD_SCORE_BACKWARD_TILES = {
+    (2, 64): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 64, 8, 1, 1, 1, 2)),
+    (2, 256): (Tile(16, 32, 2, 1, 1, 4),),
 }
 
 
@@ -146,6 +151,15 @@ def _forward_tiles(problem, device, access, options):
         **(LEAN_FORWARD_TILES if lean else {}),
         **(RECENT_FORWARD_TILES if recent else {}),
         **(SCORE_FORWARD_TILES if options else {}),
+    }
+
+
+def _backward_tiles(device, options):
+    old = options and device.capability < 80
+    return {
+        **BACKWARD_TILES,
+        **(SCORE_BACKWARD_TILES if options else {}),
+        **(OLD_SCORE_BACKWARD_TILES if old else {}),
     }
 
 
@@ -292,7 +306,7 @@ def backward_plan(
         return backward_smem(problem, tile, need_dq)
 
     options = Options.of(problem, gradients=gradients)
-    table = BACKWARD_TILES | (SCORE_BACKWARD_TILES if options else {})
+    table = _backward_tiles(device, options)
     tile, smem = _tile_of("backward", table, problem, device, tile, smem_of)
     slice_dim = _sliced(problem.head_dim, tile)
     slice_dim_v = _sliced(problem.head_dim_v, tile)
