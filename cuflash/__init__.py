@@ -6,15 +6,10 @@ call that brings GPU arrays.
 """
 
 from . import reference
-from .api import (
-    AttentionGrads,
-    attention,
-    attention_backward,
-    attention_vjp,
-    compile,
-    explain,
-    merge,
-)
+from .api import AttentionGrads, attention, attention_backward, attention_vjp
+from .philox import dropout_mask
+from .tools import compile, explain, merge
+from .varlen import attention_varlen, attention_varlen_vjp
 
 __version__ = "0.1.0"
 
@@ -22,8 +17,11 @@ __all__ = [
     "AttentionGrads",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_vjp",
     "attention_vjp",
     "compile",
+    "dropout_mask",
     "explain",
     "merge",
     "reference",

@@ -1,4 +1,4 @@
-"""The public functions: attention, its gradients, merging of partial results, and tools.
+"""The public functions: attention and its gradients. `tools` has those around them.
 
 Letters in shapes: B leading batch axes (any number, also written ``...``), L queries, S keys, Hq
 query heads, Hkv key/value heads, D head dim of q and k, Dv head dim of v and out. The indices b, h,
@@ -7,21 +7,17 @@ i, j count batch, query head, query and key.
 
 from __future__ import annotations
 
-import numpy as np
-
-from .arrays import dtype_name, home_of
-from .checks import check_flag, check_need, check_partials
+from .arrays import home_of
+from .checks import check_flag, check_need
 from .edge import (
+    ALL_GRADIENTS,
     GRADIENTS,
-    LATER,
     AttentionGrads,
     backward,
     forward,
-    inner_view,
-    refuse_later,
-    resolve,
-    shaping_options,
+    split_options,
 )
+from .options import DEFAULTS, arrays_of, used
 
 
 def attention(
@@ -55,18 +51,26 @@ def attention(
 ):
     """Exact attention, ``softmax(scale * q @ k.T) @ v``, without ever storing the L x S matrix.
 
-    With ``offset = S - L`` (`causal_offset` when given), for each batch and query head::
+    With ``offset = S - L`` (`causal_offset` when given), for each batch b and query head h::
 
         s   = scale * q @ k.T
+        s   = softcap * tanh(s / softcap)                          where given, as all that follows
+        s  += bias[..., i, j]
+        s  += -alibi_slopes[h] * abs(i + offset - j)
+        s   = score_mod(s, b, h, i, j, *score_args)
         s   = -inf  where not visible
-        lse = log(sum_j exp(s))                                    natural logarithm
-        out = exp(s - lse) @ v
+        lse = log(sum_j exp(s) [+ exp(sinks[h])])                  natural logarithm
+        out = dropout(exp(s - lse)) @ v
 
-        causal:  j <= i + offset                                   visible keys j of query i
-        window:  i + offset - left <= j <= i + offset + right
+        causal:    j <= i + offset                                 visible keys j of query i:
+        window:    i + offset - left <= j <= i + offset + right    what all of these let through
+        mask:      mask[..., i, j]
+        lengths:   i < q_lens and j < kv_lens
+        segments:  q_segment_ids[i] == kv_segment_ids[j]
+        mask_mod:  mask_mod(b, h, i, j, *score_args)
 
-    A query that sees no key gives out 0 and lse -inf. A key that a query does not see has no
-    influence on it, whatever it holds, NaN and inf included.
+    A query that sees no key gives out 0 and lse -inf (the sink when there is one). A key that a
+    query does not see has no influence on it, whatever it holds, NaN and inf included.
 
     Parameters
     ----------
@@ -89,6 +93,31 @@ def attention(
     window : tuple (left, right), optional
         Keys from i + offset - left to i + offset + right are visible, both included; None or -1 is
         no bound. It intersects with `causal`.
+    softcap : float, optional
+        Positive: scores stay within -softcap and softcap.
+    bias : array, optional
+        Any float dtype; broadcasts to (..., Hq, L, S) in either layout.
+    alibi_slopes : array (Hq,) or (..., Hq), optional
+        Any float dtype.
+    mask : array of bool, optional
+        True keeps; broadcasts to (..., Hq, L, S) in either layout.
+    q_lens, kv_lens : array of int, optional
+        Lengths inside L and S, broadcasting to the leading axes.
+    q_segment_ids, kv_segment_ids : array (..., L), (..., S) of int, optional
+        Equal ids see each other. With L = S one may stand for both.
+    sinks : array (Hq,) or (..., Hq), optional
+        Any float dtype: the score of one more key, without a value.
+    score_mod, mask_mod : callable, optional
+        NumPy functions of the score s and the indices b (counted over all leading axes), h, i and
+        j; a mask_mod returns booleans. The CPU calls them on tiles, with a column of i and a row
+        of j. Gradients and the GPU need them traced: no branch on a value but by np.where.
+    score_args : tuple of arrays and numbers
+        What both functions take after the indices. Arrays must be indexed, as in ``slopes[h]``.
+    dropout_p : float
+        Probability to drop a weight, 0 <= dropout_p < 1; 1 - dropout_p is rounded to 1/256. Kept
+        weights are divided by it, see :func:`dropout_mask`.
+    seed : int, optional
+        From 0 to 2**64 - 1; required for dropout.
     layout : {"bhsd", "bshd"}
         "bshd" means arrays of shape (..., L, H, D); it costs no copy.
     precision : {None, "tf32"}
@@ -99,10 +128,6 @@ def attention(
         an input. Returned as it is.
     return_lse : bool
         Whether to return lse, too.
-    softcap, bias, alibi_slopes, mask, q_lens, kv_lens, q_segment_ids, kv_segment_ids : None
-        Reserved.
-    sinks, score_mod, mask_mod, score_args, dropout_p, seed : None, () or 0.0
-        Reserved: anything but the default raises NotImplementedError.
 
     Returns
     -------
@@ -122,7 +147,8 @@ def attention(
         Shapes that do not fit, options out of range or in conflict, arrays on several devices, an
         `out` that is read-only or overlaps.
     NotImplementedError
-        A reserved option, a head dim above 256, or L + S of 2**31 or more.
+        An option that the GPU lacks yet, an operation in score_mod or mask_mod that cannot be
+        traced, a head dim above 256, or L + S of 2**31 or more.
     BufferError
         An array that its library cannot share: a PyTorch tensor that requires grad, a JAX array as
         `out`.
@@ -148,6 +174,7 @@ def attention(
     >>> cuflash.attention(q, q, q, causal=True).shape
     (2, 4, 3, 8)
     """
+    scores = None
     if (
         softcap is not None
         or bias is not None
@@ -167,16 +194,18 @@ def attention(
         or dropout_p
     ):
         given = locals()
-        refuse_later({name: given[name] for name in LATER})
+        scores = used({name: given[name] for name in DEFAULTS})
     items = [("q", q), ("k", k), ("v", v)]
+    if scores:
+        items += arrays_of(scores)
     if out is not None:
         items.append(("out", out))
     home = home_of(items)
     options = (layout, scale, causal, causal_offset, window, precision)
     if home.inline:
-        return forward(home, q, k, v, out, return_lse, options)
+        return forward(home, q, k, v, out, return_lse, options, scores)
     with home.scope():
-        return forward(home, q, k, v, out, return_lse, options)
+        return forward(home, q, k, v, out, return_lse, options, scores)
 
 
 def attention_vjp(q, k, v, /, **options):
@@ -219,7 +248,7 @@ def attention_vjp(q, k, v, /, **options):
     """
     return_lse = check_flag("return_lse", options.pop("return_lse", False))
     given_out = options.pop("out", None)
-    shaping_options("attention_vjp", options)
+    split_options("attention_vjp", options)
     out, lse = attention(q, k, v, out=given_out, return_lse=True, **options)
 
     def pullback(dout, dlse=None, *, deterministic=True, need=GRADIENTS):
@@ -242,6 +271,10 @@ def attention_backward(
         dq = scale * ds @ k
         dk = scale * ds.T @ q
 
+    With dropout, p in dv and dp carry what it keeps. `softcap` and `score_mod` multiply ds by their
+    derivative for dq and dk; dbias is the sum of ds over what bias is broadcast along, and so for
+    the other arrays; dsinks = -exp(sinks - lse) * delta.
+
     (Dao et al., "FlashAttention", 2022, appendix B; the derivative of lse by s is p, hence dlse's
     place.)
 
@@ -259,171 +292,36 @@ def attention_backward(
         True, the default, gives bitwise the same gradients every time; False allows a faster order
         of summation.
     need : tuple of str
-        Which gradients to compute, out of "q", "k" and "v".
+        Which gradients to compute, out of "q", "k" and "v", and those of given options: "bias",
+        "alibi_slopes", "sinks" and "score_args".
     **options
         The keywords that were passed to :func:`attention`, except `out` and `return_lse`.
 
     Returns
     -------
     AttentionGrads
-        dq, dk and dv, each in its input's shape and dtype, summed over the axes along which that
-        input was broadcast and, for k and v, over the query heads that share a head. None for those
-        that `need` leaves out. The gradients of a query that sees no key are zero, and a hidden key
-        takes part in none.
+        dq, dk and dv, and dbias, dalibi_slopes, dsinks and dscore_args, each in its input's shape
+        and dtype, summed over the axes along which that input was broadcast and, for k and v, over
+        the query heads that share a head. None for those that `need` leaves out. The gradients of
+        a query that sees no key are zero, and a hidden key takes part in none.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, BufferError, ImportError, RuntimeError
         As :func:`attention`.
     """
-    shaping = shaping_options("attention_backward", options)
+    shaping, scores = split_options("attention_backward", options)
     deterministic = check_flag("deterministic", deterministic)
-    wanted = check_need(need, GRADIENTS)
+    wanted = check_need(need, ALL_GRADIENTS)
+    for name, want in zip(ALL_GRADIENTS, wanted):
+        if want and name not in GRADIENTS and name not in scores:
+            raise ValueError(f"need={need!r}: {name!r} is asked for, but {name} is not given")
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         operands["dlse"] = dlse
-    home = home_of(list(operands.items()))
+    items = list(operands.items())
+    home = home_of(items + arrays_of(scores) if scores else items)
     if home.inline:
-        return backward(home, operands, wanted, deterministic, shaping)
+        return backward(home, operands, wanted, deterministic, shaping, scores)
     with home.scope():
-        return backward(home, operands, wanted, deterministic, shaping)
-
-
-def merge(outs, lses):
-    """Attention over the union of several sets of keys, from the results over each.
-
-    ``lse = log(sum_n exp(lse_n))`` and ``out = sum_n exp(lse_n - lse) * out_n``; a part in which a
-    query saw no key (lse -inf) does not count.
-
-    Parameters
-    ----------
-    outs : sequence of arrays (..., Dv)
-        Results for the same queries; equal shapes and dtypes, Dv from 1 to 256.
-    lses : sequence of arrays (...)
-        Their lse: float32, or float64 for float64 outs.
-
-    Returns
-    -------
-    out : array (..., Dv)
-        Of the dtype of outs.
-    lse : array (...)
-        Of the dtype of lses.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, BufferError, ImportError, RuntimeError
-        As :func:`attention`.
-    """
-    for name, parts in (("outs", outs), ("lses", lses)):
-        if not isinstance(parts, (list, tuple)):
-            raise TypeError(
-                f"{name} is a {type(parts).__qualname__}, but it must be a list or tuple of arrays"
-            )
-    items = [(f"outs[{n}]", x) for n, x in enumerate(outs)] + [
-        (f"lses[{n}]", x) for n, x in enumerate(lses)
-    ]
-    if not items:
-        check_partials([], [], [], [])
-    home = home_of(items)
-    with home.scope():
-        adopted = [home.adopt(name, x) for name, x in items]
-        outs, lses = adopted[: len(outs)], adopted[len(outs) :]
-        check_partials(
-            [x.shape for x in outs],
-            [dtype_name(x.dtype) for x in outs],
-            [x.shape for x in lses],
-            [dtype_name(x.dtype) for x in lses],
-        )
-        out, out_handle = home.new(outs[0].shape, outs[0].dtype)
-        lse, lse_handle = home.new(lses[0].shape, lses[0].dtype)
-        if out.size:
-            home.backend.merge(outs, lses, out, lse)
-        return home.finish(out_handle), home.finish(lse_handle)
-
-
-def explain(q, k, v, /, **options):
-    """Which code :func:`attention` would run for these arrays, and why.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As in :func:`attention`; their contents do not matter.
-    **options
-        The keywords of :func:`attention`, except `out` and `return_lse`.
-
-    Returns
-    -------
-    object
-        Print it, or take its ``str``. On the GPU: the kernel, its tile, registers and workspace,
-        and why other kernels were rejected. On the CPU: the facts of the call.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, BufferError, ImportError, RuntimeError
-        As :func:`attention`.
-    """
-    shaping = shaping_options("explain", options)
-    items = [("q", q), ("k", k), ("v", v)]
-    home = home_of(items)
-    with home.scope():
-        q, k, v = (home.adopt(name, x) for name, x in items)
-        call = resolve(q, k, v, shaping)
-        if home.xp is np:
-            return f"{home.kind} arrays on the CPU: the blockwise NumPy path\n{call.problem}"
-        return home.backend.explain(call.problem, *(inner_view(home, call, x) for x in (q, k, v)))
-
-
-def compile(
-    arch=None,
-    *,
-    dtypes=("float16", "bfloat16"),
-    head_dims=(64, 128),
-    head_dims_v=None,
-    causal=(False, True),
-    backward=True,
-    progress=None,
-):
-    """Compile kernels ahead of time into the cache, so that first calls start at once. No GPU is
-    needed when `arch` is named.
-
-    Parameters
-    ----------
-    arch : str, optional
-        Architecture such as "sm_80" or "sm_90a"; None means that of the current device.
-    dtypes : sequence of str
-        Out of "float16", "bfloat16", "float32" and "float64".
-    head_dims : sequence of int
-        Head dims D.
-    head_dims_v : sequence of int, optional
-        Value head dims, one for each of `head_dims`; None means the same.
-    causal : sequence of bool
-        False for kernels that see every key, True for those with a causal mask or a window.
-    backward : bool
-        Whether to compile the gradients' kernels, too.
-    progress : callable, optional
-        Called after each kernel with its record.
-
-    Returns
-    -------
-    list
-        One record for each kernel.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        An argument that names no kernel.
-    ImportError, RuntimeError
-        CuPy or NVRTC is missing, a kernel does not compile, or there is no device and `arch` is
-        None.
-    """
-    from .ahead import compile_ahead
-
-    return compile_ahead(
-        arch=arch,
-        dtypes=dtypes,
-        head_dims=head_dims,
-        head_dims_v=head_dims_v,
-        causal=causal,
-        backward=backward,
-        progress=progress,
-    )
+        return backward(home, operands, wanted, deterministic, shaping, scores)

@@ -43,8 +43,8 @@ def check_need(need, names=("q", "k", "v")) -> tuple[bool, ...]:
     ValueError
         When it holds another name.
     """
-    if type(need) is tuple and need == names:  # the default, on the way of every call
-        return (True,) * len(names)
+    if type(need) is tuple and need == ("q", "k", "v"):  # the default, on the way of every call
+        return (True,) * 3 + (False,) * (len(names) - 3)
     rule = f"it must be a tuple of names out of {names}"
     if not isinstance(need, (tuple, list, set, frozenset)) or not all(
         isinstance(n, str) for n in need

@@ -29,14 +29,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cpu_backward import backward
+from . import cpu_scores
+from .cpu_backward import backward as plain_backward
 from .cpu_rows import Queries, attend, row_parts, row_tasks, work_size
 from .cpu_tiles import heads_per_tile, run
 
 __all__ = ["backward", "forward", "merge"]
 
 
-def forward(problem, q, k, v, out, lse):
+def forward(problem, q, k, v, out, lse, extras=None):
     """Write attention's out, and lse unless it is None.
 
     Parameters
@@ -49,12 +50,32 @@ def forward(problem, q, k, v, out, lse):
         (*batch, Hq, L, Dv), written fully.
     lse : ndarray or None
         (*batch, Hq, L), float32 (float64 for float64).
+    extras : Extras, optional
+        Operands of the problem's program, sinks and dropout.
     """
+    if extras is not None:
+        cpu_scores.forward(problem, q, k, v, out, lse, extras)
+        return
     for part in row_parts(problem):
         rows = (..., part.rows, slice(None))
         k_part, v_part = (x[..., part.keys, :] for x in (k, v))
         lse_part = lse if lse is None else lse[..., part.rows]
         _forward(part.problem, part.dtype, q[rows], k_part, v_part, out[rows], lse_part)
+
+
+def backward(
+    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic,
+    extras=None, dargs=None, dsinks=None,
+):  # fmt: skip
+    """As `cpu_backward.backward`, with the options' operands and their gradients.
+
+    dargs has for each of the program's arguments None or an array shaped as the argument's own
+    view, dsinks is None or of the sinks' own view; both are written fully.
+    """
+    if extras is None:
+        plain_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic)
+        return
+    cpu_scores.backward(problem, dout, q, k, v, out, dlse, (dq, dk, dv), extras, dargs, dsinks)
 
 
 def _forward(problem, dtype, q, k, v, out, lse):

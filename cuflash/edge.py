@@ -13,29 +13,17 @@ import numpy as np
 
 from .arrays import check_output, dtype_name
 from .checks import check_flag, check_operand
+from .options import DEFAULTS, Options, used
 from .problem import Call, call_of
+from .score_gradients import ScoreGradients
 
 _FLOAT32 = np.dtype("float32")
 _FLOAT64 = np.dtype("float64")
 GRADIENTS = ("q", "k", "v")
+# Those of options, asked for by name.
+OPTION_GRADIENTS = ("bias", "alibi_slopes", "sinks", "score_args")
+ALL_GRADIENTS = GRADIENTS + OPTION_GRADIENTS
 
-# What the signature reserves and later versions bring, with the values that mean "not used".
-LATER = {
-    "softcap": None,
-    "bias": None,
-    "alibi_slopes": None,
-    "mask": None,
-    "q_lens": None,
-    "kv_lens": None,
-    "q_segment_ids": None,
-    "kv_segment_ids": None,
-    "sinks": None,
-    "score_mod": None,
-    "mask_mod": None,
-    "score_args": (),
-    "dropout_p": 0.0,
-    "seed": None,
-}
 # The options that shape the problem, in the order of call_of's parameters, with their defaults.
 SHAPING = {
     "layout": "bhsd",
@@ -47,36 +35,55 @@ SHAPING = {
 }
 
 
-class AttentionGrads(NamedTuple):
-    """Gradients by name; None where `need` left one out. Each has its input's shape and dtype."""
+_RESULT = "the result"
 
+
+class _Gradients(NamedTuple):
     dq: Any = None
     dk: Any = None
     dv: Any = None
 
 
-def refuse_later(options: dict) -> None:
-    """NotImplementedError for the first option that is used but not there yet."""
-    for name, value in options.items():
-        default = LATER[name]
-        plain = isinstance(
-            value, (type(default), int)
-        )  # never compare arrays: that would read the GPU
-        if value is not default and not (plain and value == default):
-            raise NotImplementedError(
-                f"{name}: this version has no {name} yet; leave it at its default, {default!r}"
-            )
+class AttentionGrads(_Gradients):
+    """Gradients by name; None where `need` left one out. Each has its input's shape and dtype.
+
+    As a tuple these are dq, dk and dv. Those of the options are attributes beside them: dbias,
+    dalibi_slopes, dsinks, and dscore_args, a tuple with None for what is no float array.
+    """
+
+    dbias = dalibi_slopes = dsinks = dscore_args = None
+
+    def __new__(
+        cls, dq=None, dk=None, dv=None, dbias=None, dalibi_slopes=None, dsinks=None,
+        dscore_args=None,
+    ):  # fmt: skip
+        grads = super().__new__(cls, dq, dk, dv)
+        grads.dbias, grads.dalibi_slopes = dbias, dalibi_slopes
+        grads.dsinks, grads.dscore_args = dsinks, dscore_args
+        return grads
+
+    def __repr__(self):
+        named = {**self._asdict(), **self.__dict__}
+        return f"AttentionGrads({', '.join(f'{name}={x!r}' for name, x in named.items())})"
 
 
-def shaping_options(function: str, options: dict) -> tuple:
-    """The options for call_of, from **options; unknown names and those of later versions raise."""
-    if not options.keys() <= SHAPING.keys():
-        for name in options:
-            if name not in SHAPING and name not in LATER:
-                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        refuse_later({name: value for name, value in options.items() if name in LATER})
-        options = {name: value for name, value in options.items() if name in SHAPING}
-    return tuple({**SHAPING, **options}.values())
+def split_options(function: str, given: dict) -> tuple[tuple, dict]:
+    """From **options those for call_of, in order, and those on scores that are used."""
+    if given.keys() <= SHAPING.keys():
+        return tuple({**SHAPING, **given}.values()), {}
+    for name in given:
+        if name not in SHAPING and name not in DEFAULTS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    shaping = {name: value for name, value in given.items() if name in SHAPING}
+    scored = used({name: value for name, value in given.items() if name in DEFAULTS})
+    return tuple({**SHAPING, **shaping}.values()), scored
+
+
+def scored(home, call: Call, shaping: tuple, options: dict, first_batch=0) -> Options:
+    """The options on scores of a call; b counts from first_batch."""
+    names = dict(zip(SHAPING, shaping))
+    band = names["causal"], names["causal_offset"]
+    return Options(home, call, options, *band, first_batch)
 
 
 def resolve(q, k, v, shaping: tuple) -> Call:
@@ -105,38 +112,48 @@ def inner_lse(call: Call, x):
     return x.swapaxes(-2, -1) if call.layout == "bshd" else x
 
 
-def forward(home, q, k, v, out, return_lse, options):
+def forward(home, q, k, v, out, return_lse, options, scores=None, first_batch=0):
     q, k, v = home.adopt("q", q), home.adopt("k", k), home.adopt("v", v)
     call = resolve(q, k, v, options)
     if return_lse is not True and return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
+    read = (("q", q), ("k", k), ("v", v))
+    extra = {}
+    problem = call.problem
+    if scores:
+        scores = scored(home, call, options, scores, first_batch)
+        problem, extra = scores.problem, {"extras": scores.extras}
+        read += scores.arrays()
     if out is None:
         o, handle = home.new(call.out_shape, q.dtype)
     else:
         o = home.adopt("out", out, writable=True)
-        check_operand(
-            "out", o.shape, dtype_name(o.dtype), call.out_shape, call.problem.dtype, "the result"
-        )
-        check_output("out", o, (("q", q), ("k", k), ("v", v)))
+        check_operand("out", o.shape, dtype_name(o.dtype), call.out_shape, problem.dtype, _RESULT)
+        check_output("out", o, read)
     lse = lse_handle = None
     if return_lse:
         lse, lse_handle = home.new(
-            call.lse_shape, _FLOAT64 if call.problem.dtype == "float64" else _FLOAT32
+            call.lse_shape, _FLOAT64 if problem.dtype == "float64" else _FLOAT32
         )
     if call.trivial:
         o.fill(0)
         if return_lse:
             lse.fill(-np.inf)
+            if problem.sinks:
+                inner_lse(call, lse)[...] = scores.extras.sinks[..., None]
     elif call.direct:
-        home.backend.forward(call.problem, q, k, v, o, lse)
+        home.backend.forward(problem, q, k, v, o, lse, **extra)
     else:
         views = (inner_view(home, call, x) for x in (q, k, v, o))
-        home.backend.forward(call.problem, *views, None if lse is None else inner_lse(call, lse))
+        inner = None if lse is None else inner_lse(call, lse)
+        home.backend.forward(problem, *views, inner, **extra)
     result = home.finish(handle) if out is None else out
     return (result, home.finish(lse_handle)) if return_lse else result
 
 
-def backward(home, operands: dict, wanted, deterministic: bool, shaping: tuple) -> AttentionGrads:
+def backward(
+    home, operands: dict, wanted, deterministic: bool, shaping: tuple, scores=None, first_batch=0
+) -> AttentionGrads:
     arrays = {name: home.adopt(name, x) for name, x in operands.items()}
     inputs = [arrays[name] for name in GRADIENTS]
     call = resolve(*inputs, shaping)
@@ -155,27 +172,40 @@ def backward(home, operands: dict, wanted, deterministic: bool, shaping: tuple) 
                 problem.lse_dtype,
                 "attention's lse",
             )
+    extra, finish = {}, tuple
+    if scores:
+        scores = scored(home, call, shaping, scores, first_batch)
+        problem = scores.problem
+        if scores.untraced is not None:
+            raise scores.untraced
+        targets = ScoreGradients(home, scores, wanted[len(GRADIENTS) :])
+        finish = targets.finish
+        extra = {"extras": scores.extras, "dargs": targets.dargs, "dsinks": targets.dsinks}
     if not any(wanted):
         return AttentionGrads()
     if call.direct and not call.trivial:
         rooms = [home.new(x.shape, x.dtype) if n else (None, None) for x, n in zip(inputs, wanted)]
-        targets = [target for target, _ in rooms]
-        home.backend.backward(problem, *_operands(arrays), *targets, deterministic)
-        return AttentionGrads(*[None if h is None else home.finish(h) for _, h in rooms])
+        inner = [target for target, _ in rooms]
+        home.backend.backward(problem, *_operands(arrays), *inner, deterministic, **extra)
+        grads = [None if h is None else home.finish(h) for _, h in rooms]
+        return AttentionGrads(*grads, *finish())
     gradients = [_Gradient(home, call, x) if n else None for x, n in zip(inputs, wanted)]
     if call.trivial:
         for gradient in filter(None, gradients):
             gradient.result.fill(0)
+        if scores and problem.sinks and call.problem.seqlen_k == 0 and "dlse" in arrays:
+            targets.sinks_alone(inner_lse(call, arrays["dlse"]))
     else:
         views = {
             name: inner_lse(call, x) if name in ("lse", "dlse") else inner_view(home, call, x)
             for name, x in arrays.items()
         }
-        targets = [None if g is None else g.target for g in gradients]
-        home.backend.backward(problem, *_operands(views), *targets, deterministic)
+        rooms = [None if g is None else g.target for g in gradients]
+        home.backend.backward(problem, *_operands(views), *rooms, deterministic, **extra)
         for gradient in filter(None, gradients):
             gradient.reduce()
-    return AttentionGrads(*[None if g is None else home.finish(g.handle) for g in gradients])
+    grads = [None if g is None else home.finish(g.handle) for g in gradients]
+    return AttentionGrads(*grads, *finish())
 
 
 def _operands(arrays: dict) -> tuple:

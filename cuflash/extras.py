@@ -7,6 +7,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Called:
+    """The caller's functions, which the CPU calls as they are, and what comes before them."""
+
+    value: Any  # Node of the scores that score_mod takes
+    visible: Any  # Node of what hides beside mask_mod, or None
+    score_mod: Any  # or None
+    mask_mod: Any
+    args: tuple
+
+
+@dataclass(frozen=True)
 class Extras:
     """Arrays and numbers that a program, sinks or dropout read; frozen, but arrays are not."""
 
@@ -14,6 +25,8 @@ class Extras:
     sinks: Any = None  # view (*batch, Hq)
     keep: float = 1.0  # probability that dropout keeps a weight, a multiple of 1/256
     seed: Any = None  # int or array of one
+    first_batch: int = 0  # index b of the first batch entry
+    called: Called | None = None  # on the CPU, in place of the program's value and visible
 
 
 NONE = Extras()

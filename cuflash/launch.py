@@ -125,7 +125,7 @@ def _ready(problem, device_id: int, arrays, starts, operands, tile) -> _Forward:
     return steps.prepared(key, make)
 
 
-def plans_of(problem, q, k, v, out, lse, extras=None, *, tile=None) -> list[Plan]:
+def plans_of(problem, q, k, v, out, lse, tile=None, extras=None) -> list[Plan]:
     """The kernels that :func:`forward` would launch; none is built or launched.
 
     It takes what `forward` takes, and raises ValueError and NotImplementedError as that does.
@@ -140,7 +140,7 @@ def _plans_of(problem, arrays, operands, tile):
     return [_ready(problem, device_id, arrays, starts, operands, tile).step.plan]
 
 
-def forward(problem, q, k, v, out, lse, extras=None, *, tile=None) -> None:
+def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     """Attention forward.
 
     Parameters
@@ -149,10 +149,10 @@ def forward(problem, q, k, v, out, lse, extras=None, *, tile=None) -> None:
     q, k, v : cupy.ndarray (*batch, Hq, L, D), (*batch, Hkv, S, D), (*batch, Hkv, S, Dv)
     out : cupy.ndarray (*batch, Hq, L, Dv)
     lse : cupy.ndarray (*batch, Hq, L) or None
-    extras : Extras, optional
-        What the problem's program, sinks and dropout read.
     tile : a family's Tile, optional
         In place of the one that would be chosen; it chooses its family.
+    extras : Extras, optional
+        What the problem's program, sinks and dropout read.
 
     Raises
     ------

@@ -205,8 +205,8 @@ def _steps(problem, device, a: _Arrays, deterministic, wanted, operands, tile) -
 
 
 def backward(
-    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, extras=None, dargs=None,
-    dsinks=None, *, tile=None,
+    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None,
+    extras=None, dargs=None, dsinks=None,
 ) -> None:  # fmt: skip
     """Attention backward by recomputation.
 
@@ -220,6 +220,8 @@ def backward(
         Shaped as q, k, v; written fully where given.
     deterministic : bool
         Sum dq over blocks of keys in a fixed order.
+    tile : families' Tile, optional
+        In place of the one the family would choose for the main kernel.
     extras : Extras, optional
         What the problem's program, sinks and dropout read.
     dargs : sequence of cupy.ndarray or None, optional
@@ -227,8 +229,6 @@ def backward(
         1 where a grid's entries are shared.
     dsinks : cupy.ndarray (*batch, Hq), optional
         The same for the sinks.
-    tile : families' Tile, optional
-        In place of the one the family would choose for the main kernel.
 
     Raises
     ------
@@ -272,8 +272,8 @@ def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) ->
 
 
 def plans_of(
-    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, extras=None, dargs=None,
-    dsinks=None, *, tile=None,
+    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None,
+    extras=None, dargs=None, dsinks=None,
 ) -> list[Plan]:  # fmt: skip
     """The kernels that :func:`backward` would launch; none is built or launched.
 

@@ -49,7 +49,7 @@ class Operands:
                 if seed_array.itemsize != 8:
                     seed_array = seed_array.astype(np.int64)
         limit = min(max(round(extras.keep * STEPS_OF_KEEP), 1), STEPS_OF_KEEP)
-        return cls(args, sinks, seed, seed_array, limit)
+        return cls(args, sinks, seed, seed_array, limit, extras.first_batch)
 
     def at(self, problem, index) -> Operands:
         """Those of one of the launches of `launch_steps.outer`, which are numbered by ``index``."""

@@ -7,13 +7,14 @@ S keys, D head dim, Dv value head dim; ``i`` is a query's and ``j`` a key's inde
 sequence.
 
     s   = scale * q @ k.T
+    s   = what softcap, bias, alibi_slopes and score_mod make of it (`reference_scores`)
     s   = -inf  where j is hidden from i
-    p   = exp(s - lse),  lse = log(sum_j exp(s))
-    out = p @ v
+    p   = exp(s - lse),  lse = log(sum_j exp(s) [+ exp(sink)])
+    out = (m * p) @ v                                m is 1, or what dropout keeps over 1 - dropout
 
-    dv  = p.T @ dout
-    dp  = dout @ v.T
-    ds  = p * (dp - sum_d(dout * out) + dlse)
+    dv  = (m * p).T @ dout
+    dp  = m * (dout @ v.T)
+    ds  = p * (dp - sum_d(dout * out) + dlse)        and so dbias; times d score / d s for q and k
     dq  = scale * ds @ k
     dk  = scale * ds.T @ q
 
@@ -31,25 +32,9 @@ import operator
 
 import numpy as np
 
+from .reference_scores import Scores
+
 __all__ = ["attention", "attention_backward"]
-
-_ABSENT = {
-    "softcap": None,
-    "bias": None,
-    "alibi_slopes": None,
-    "mask": None,
-    "q_lens": None,
-    "kv_lens": None,
-    "q_segment_ids": None,
-    "kv_segment_ids": None,
-    "sinks": None,
-    "score_mod": None,
-    "mask_mod": None,
-    "score_args": (),
-    "dropout_p": 0.0,
-    "seed": None,
-}
-
 
 def attention(
     q, k, v, /, *, scale=None, causal=False, causal_offset=None, window=None, layout="bhsd",
@@ -75,7 +60,7 @@ def attention(
     layout : {"bhsd", "bshd"}
         "bshd" takes (..., L, H, D) and returns out and lse that way.
     **options
-        The remaining options of `cuflash.attention`, at their defaults.
+        The remaining options of `cuflash.attention`.
 
     Returns
     -------
@@ -88,8 +73,8 @@ def attention(
     ------
     ValueError
         For shapes, windows or layouts that do not fit.
-    NotImplementedError
-        For an option this version does not have.
+    TypeError
+        For an unknown option.
 
     Notes
     -----
@@ -101,7 +86,7 @@ def attention(
 
 def attention_backward(
     dout, q, k, v, /, *, dlse=None, scale=None, causal=False, causal_offset=None, window=None,
-    layout="bhsd", **options,
+    layout="bhsd", need=(), **options,
 ):
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64, by the dense formulas.
 
@@ -113,15 +98,18 @@ def attention_backward(
         As in `attention`, with the same options.
     dlse : array_like, optional
         Shape of `attention`'s lse; None is zero.
+    need : tuple of str
+        Further gradients, out of "bias", "alibi_slopes" and "sinks".
 
     Returns
     -------
-    dq, dk, dv : ndarray of float64
-        Each in the shape of q, k and v: summed over broadcast axes and over the heads of a group.
+    dq, dk, dv, ... : ndarray of float64
+        Each in the shape of q, k and v: summed over broadcast axes and over the heads of a group;
+        then those of `need`, in its order.
 
     Raises
     ------
-    ValueError, NotImplementedError
+    ValueError, TypeError
         As in `attention`, and when dout or dlse has another shape than out or lse.
 
     Notes
@@ -137,21 +125,25 @@ def attention_backward(
         dlse = dense.take("dlse", dlse, dense.give_rows(dense.lse).shape, rows=True)
     p, visible = dense.p, dense.visible
     with np.errstate(all="ignore"):
-        dp = dout @ dense.v.mT
-        ds = p * (dp - np.sum(dout * dense.out, axis=-1, keepdims=True) + dlse[..., None])
-        ds = np.where(visible, ds, 0.0)
+        dp = np.where(dense.kept > 0, dense.kept * (dout @ dense.v.mT), 0.0)
+        delta = np.sum(dout * dense.out, axis=-1, keepdims=True)
+        # A row that sees nothing has out 0 whatever dout holds.
+        delta = np.where(visible.any(axis=-1, keepdims=True), delta, 0.0) - dlse[..., None]
+        dx = np.where(visible, p * (dp - delta), 0.0)
+        ds = np.where(visible, dx * dense.scores.slope(dense.raw), 0.0)
+        dsink = dense.sink_weight * -delta
+        more = [dense.scores.gradient(name, dx, dsink, dense.raw) for name in need]
         dq = dense.scale * _weighted_sum(ds, dense.k, visible)
         dk = dense.scale * _weighted_sum(ds.mT, dense.q, visible.mT)
-        dv = _weighted_sum(p.mT, dout, visible.mT)
+        dv = _weighted_sum((p * dense.kept).mT, dout, visible.mT)
         grads = dense.to_input(0, dq), dense.to_input(1, dk), dense.to_input(2, dv)
-    return grads
+    return (*grads, *more)
 
 
 class _Dense:
     """One forward pass with every intermediate kept; K and V are repeated to Hq heads."""
 
     def __init__(self, q, k, v, scale, causal, causal_offset, window, layout, options):
-        _refuse(options)
         if layout not in ("bhsd", "bshd"):
             raise ValueError(f'layout must be "bhsd" or "bshd", got {layout!r}')
         self.layout = layout
@@ -170,24 +162,32 @@ class _Dense:
         self.q = q
         self.k, self.v = (np.repeat(x, self.group, axis=-3) for x in (k, v))
         self.scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-        seen = _visible(q.shape[-2], k.shape[-2], causal, causal_offset, window)
+        lengths = q.shape[-2], k.shape[-2]
+        offset = lengths[1] - lengths[0] if causal_offset is None else causal_offset
+        offset = 0 if isinstance(causal, str) and causal == "top_left" else offset
+        self.scores = Scores((*batch, q.shape[-3], *lengths), offset, options)
+        seen = _visible(*lengths, causal, causal_offset, window) & self.scores.visible()
         with np.errstate(all="ignore"):
             self.forward(seen)
 
     def forward(self, seen):
-        """Fill s, p, visible, lse and out from q, k, v and the (L, S) matrix of visible pairs."""
-        s = self.scale * (self.q @ self.k.mT)
-        s = np.where(seen, s, -np.inf)
-        row_max = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+        """Fill raw, p, visible, kept, sink_weight, lse and out from q, k, v, given what is seen."""
+        self.raw = self.scale * (self.q @ self.k.mT)
+        s = np.where(seen, self.scores.value(self.raw), -np.inf)
+        sink = self.scores.sinks()[..., None, None]
+        row_max = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
         sees_something = row_max != -np.inf
         self.visible = seen & sees_something
         # The maximum is taken out so that exp cannot overflow; a row that sees nothing has none.
         row_max = np.where(sees_something, row_max, 0.0)
         weights = np.exp(s - row_max)
-        total = np.sum(weights, axis=-1, keepdims=True)
+        sink_weight = np.exp(sink - row_max)
+        total = np.sum(weights, axis=-1, keepdims=True) + sink_weight
+        self.sink_weight = np.where(sees_something, sink_weight / total, 0.0)
         self.lse = (row_max + np.log(total))[..., 0]
         self.p = np.where(self.visible, weights / total, 0.0)
-        self.out = _weighted_sum(self.p, self.v, self.visible)
+        self.kept = self.scores.kept()
+        self.out = _weighted_sum(self.p * self.kept, self.v, self.visible)
 
     def head_first(self, x, absent):
         """The caller's layout to (..., H, L, D), with a head axis where it is absent."""
@@ -280,14 +280,3 @@ def _check_shapes(q, k, v):
     heads, kv_heads = q.shape[-3], k.shape[-3]
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(f"q's heads must be a multiple of k's, got {heads} and {kv_heads}")
-
-
-def _refuse(options):
-    """Raise for every option that is not at its default, and for names that are no option."""
-    for name, value in options.items():
-        if name not in _ABSENT:
-            raise TypeError(f"unknown option {name!r}")
-        default = _ABSENT[name]
-        plain = isinstance(value, (int, float, tuple))
-        if value is not default and not (plain and value == default):
-            raise NotImplementedError(f"{name} is not available in this version")

@@ -66,6 +66,7 @@ class Case:
     strides: tuple = ("packed",) * 5  # of q, k, v, dout, out: keys of STRIDES
     seed: int = 0
     tile: tuple | None = None  # queries, keys, stages of a Hopper tile in place of the table's
+    scores: tuple = ()  # names of options on scores, see score_cases.py
 
     def __repr__(self):
         shown = (

@@ -114,7 +114,7 @@ def test_signature_is_the_contract():
     ).split()
 
 
-LATER = {
+SCORED = {
     "softcap": 30.0,
     "bias": np.zeros((5, 7)),
     "alibi_slopes": np.ones(4),
@@ -132,23 +132,8 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_options_of_later_versions_raise_by_name(name):
-    q, k, v = good()
-    out, lse = cuflash.attention(q, k, v, return_lse=True)
-    options = {name: LATER[name]}
-    for call in (
-        lambda: cuflash.attention(q, k, v, **options),
-        lambda: cuflash.attention_vjp(q, k, v, **options),
-        lambda: cuflash.attention_backward(out, q, k, v, out, lse, **options),
-        lambda: cuflash.explain(q, k, v, **options),
-    ):
-        with pytest.raises(NotImplementedError, match=f"^{name}: "):
-            call()
-
-
-def test_defaults_of_later_options_are_accepted():
-    defaults = {n: None for n in LATER} | {"score_args": (), "dropout_p": 0}
+def test_defaults_of_options_are_accepted():
+    defaults = {n: None for n in SCORED} | {"score_args": (), "dropout_p": 0}
     q, k, v = good()
     plain = cuflash.attention(q, k, v)
     assert (cuflash.attention(q, k, v, **defaults) == plain).all()
@@ -391,4 +376,4 @@ def test_docstrings_have_the_numpydoc_parts(name):
 
 def test_documented_names_of_later_options_are_complete():
     doc = inspect.getdoc(cuflash.attention)
-    assert all(name in doc for name in LATER)
+    assert all(name in doc for name in SCORED)

@@ -71,7 +71,7 @@ def test_forward_passes_operands_by_the_rows_of_the_plan(gpu_side):
     type(sinks).astype = lambda self, dtype, copy=True: self
     extras = Extras((bias, table, 30.0, -3), sinks, 0.75, -1)
     launch.log.clear()
-    launch.forward(problem, q, k, v, out, lse, extras)
+    launch.forward(problem, q, k, v, out, lse, extras=extras)
     ((plan, _, fields),) = launch.log
     assert plan.kernel == "fwd_portable"
     assert fields["scale_log2"] == LOG2E and fields["scale"] == problem.scale
@@ -86,7 +86,7 @@ def test_forward_passes_operands_by_the_rows_of_the_plan(gpu_side):
     assert fields["seed"] == 2**64 - 1 and fields["seed_array"] == 0
     assert fields["first_batch"] == 0
     # Another seed, number or array is the same preparation with other words.
-    launch.forward(problem, q, k, v, out, lse, Extras((bias, table, 9.0, 5), sinks, 0.75, 7))
+    launch.forward(problem, q, k, v, out, lse, extras=Extras((bias, table, 9.0, 5), sinks, 0.75, 7))
     _, (again, _, later) = launch.log
     assert again is plan
     assert (later["seed"], later["arg2"], later["arg3"]) == (7, as_word(9.0), 5)
@@ -97,7 +97,7 @@ def test_launches_of_many_axes_number_their_batches(gpu_side):
     problem = replace(problem_of(batch=(2, 3, 2, 1, 5), length=16), dropout=True)
     arrays = arrays_of(cupy, problem)
     launch.log.clear()
-    launch.forward(problem, *arrays, Extras(keep=0.5, seed=1))
+    launch.forward(problem, *arrays, extras=Extras(keep=0.5, seed=1))
     assert [fields["first_batch"] for _, _, fields in launch.log] == [0, 10, 20, 30, 40, 50]
 
 
@@ -109,7 +109,7 @@ def test_backward_gives_the_statistics_pass_the_score_but_no_dropout(gpu_side):
     extras = Extras((bias, table, 30.0, 3), keep=0.5, seed=1)
     grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
     launch.log.clear()
-    launch.backward(problem, out, q, k, v, out, lse, None, *grads, True, extras)
+    launch.backward(problem, out, q, k, v, out, lse, None, *grads, True, extras=extras)
     by_kernel = {plan.kernel: (plan, fields) for plan, _, fields in launch.log}
     assert list(by_kernel) == ["delta", "fwd_portable", "bwd_portable", "cast"]
     _, stats = by_kernel["fwd_portable"]

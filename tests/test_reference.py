@@ -193,22 +193,6 @@ def test_zero_sizes(shapes):
 
 
 @pytest.mark.parametrize(
-    "name, value",
-    [("softcap", 30.0), ("bias", np.zeros((1, 1))), ("alibi_slopes", np.ones(1)),
-     ("mask", np.ones((1, 1), bool)), ("q_lens", [1]), ("kv_lens", [1]), ("q_segment_ids", [1]),
-     ("kv_segment_ids", [1]), ("sinks", [0.0]), ("score_mod", abs), ("mask_mod", abs),
-     ("score_args", (1,)), ("dropout_p", 0.5), ("seed", 0)],
-)
-def test_absent_options_are_named(name, value):
-    x = np.ones((1, 2, 2))
-    with pytest.raises(NotImplementedError, match=name):
-        reference.attention(x, x, x, **{name: value})
-    with pytest.raises(NotImplementedError, match=name):
-        reference.attention_backward(x, x, x, x, **{name: value})
-    reference.attention(x, x, x, softcap=None, dropout_p=0, score_args=())
-
-
-@pytest.mark.parametrize(
     "shapes, options, words",
     [
         (((4,), (3, 4), (3, 4)), {}, "q must have at least 2 axes"),

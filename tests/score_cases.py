@@ -1,0 +1,123 @@
+"""Options on scores that a Case names, with values drawn from its seed, and their checks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import np_dtype
+from dense import ROUNDOFF
+
+import cuflash
+from cuflash import reference
+
+SCORES = (
+    "softcap", "bias", "alibi_slopes", "mask", "q_lens", "kv_lens", "segments", "sinks",
+    "score_mod", "mask_mod", "dropout",
+)  # fmt: skip
+
+
+def score_mod(s, b, h, i, j, table, factor):
+    """Smooth in s, and a function of all that it may read."""
+    return factor * s + table[h, j] * np.tanh(s) - (i - j) * 0.01 + np.where(b > 0, 0.5, 0.0)
+
+
+def mask_mod(b, h, i, j, *_):
+    return (i + 2 * j + h + b) % 5 != 0
+
+
+def score_options(case):
+    """The options that case.scores names, as NumPy arrays, numbers and functions."""
+    rng = np.random.default_rng(case.seed + 1)
+    batch, heads = case.batch, case.num_heads
+    lengths = case.seqlen_q, case.seqlen_k
+    grid = (*batch, heads, *lengths)
+    bias = (*(n if rng.random() < 0.5 else 1 for n in grid[:-1]), grid[-1])[rng.integers(2) :]
+    real = np.dtype("float64" if case.dtype == "float64" else "float32")
+    bias_dtype = np_dtype(case.dtype) if rng.random() < 0.5 else real
+    drawn = {
+        "softcap": dict(softcap=float(rng.uniform(0.5, 3))),
+        "bias": dict(bias=rng.standard_normal(bias).astype(bias_dtype)),
+        "alibi_slopes": dict(alibi_slopes=rng.uniform(-0.2, 0.2, heads).astype(real)),
+        "mask": dict(mask=rng.random((heads, *lengths)) < 0.7),
+        "q_lens": dict(q_lens=rng.integers(0, lengths[0] + 1, batch)),
+        "kv_lens": dict(kv_lens=rng.integers(0, lengths[1] + 1, batch).astype(np.int32)),
+        "segments": dict(
+            q_segment_ids=rng.integers(0, 3, (*batch, lengths[0])),
+            kv_segment_ids=rng.integers(0, 3, lengths[1]),
+        ),
+        "sinks": dict(sinks=rng.standard_normal((*batch, heads)).astype(real)),
+        "score_mod": dict(
+            score_mod=score_mod,
+            score_args=(rng.standard_normal((heads, lengths[1])).astype(real), 0.9),
+        ),
+        "mask_mod": dict(mask_mod=mask_mod),
+        "dropout": dict(dropout_p=float(rng.uniform(0.05, 0.9)), seed=int(rng.integers(2**63))),
+    }
+    found = {}
+    for name in case.scores:
+        found |= {n: np.asarray(x) if isinstance(x, np.integer) else x
+                  for n, x in drawn[name].items()}  # fmt: skip
+    return found
+
+
+OPTIONAL = ("bias", "alibi_slopes", "sinks")
+
+
+def to_home(home, options):
+    """The options with their arrays on a home."""
+
+    def move(x):
+        return home.to_home(x) if isinstance(x, np.ndarray) else x
+
+    return {
+        name: tuple(map(move, x)) if name == "score_args" else move(x)
+        for name, x in options.items()
+    }
+
+
+def run(home, case, arrays, options, need=("q", "k", "v")):
+    """out, lse and the gradients asked for, in NumPy."""
+    q, k, v, dout, dlse = (home.to_home(arrays[n]) for n in ("q", "k", "v", "dout", "dlse"))
+    keywords = {**case.options, **to_home(home, options)}
+    (out, lse), pull = cuflash.attention_vjp(q, k, v, return_lse=True, **keywords)
+    grads = pull(dout, dlse, need=need)
+    found = [out, lse, *grads, *(getattr(grads, f"d{name}") for name in OPTIONAL)]
+    found = [None if x is None else home.asnumpy(x) for x in found]
+    return found, grads.dscore_args
+
+
+def close(name, got, want, dtype, loose=1e-8):
+    assert got.shape == want.shape, f"{name}: {got.shape}, expected {want.shape}"
+    got = np.asarray(got, np.float64)
+    assert np.array_equal(np.isfinite(got), np.isfinite(want)), name
+    odd = ~np.isfinite(want)
+    assert np.array_equal(got[odd], want[odd], equal_nan=True), name
+    if got.size:
+        size = 1 + abs(np.where(odd, 0, want)).max()
+        factor = 16 if dtype in ("float16", "bfloat16") else 64
+        allowed = max(factor * ROUNDOFF[dtype], loose if dtype == "float64" else 0) * size
+        error = abs(np.where(odd, 0, got - np.where(odd, 0, want))).max()
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def check(home, case, arrays=None, options=None):
+    """out, lse and every gradient against the reference."""
+    arrays = case.arrays() if arrays is None else arrays
+    options = score_options(case) if options is None else options
+    asked = tuple(n for n in OPTIONAL if n in options)
+    args = ("score_args",) if "score_args" in options else ()
+    found, _ = run(home, case, arrays, options, ("q", "k", "v", *asked, *args))
+    keywords = {**case.options, **options}
+    inputs = [arrays[n] for n in "qkv"]
+    want = dict(zip(("out", "lse"), reference.attention(*inputs, **keywords)))
+    grads = reference.attention_backward(
+        arrays["dout"], *inputs, dlse=arrays["dlse"], need=asked, **keywords
+    )
+    want |= dict(zip(("q", "k", "v", *asked), grads))
+    for name, got in zip(("out", "lse", "q", "k", "v", *OPTIONAL), found):
+        assert (got is None) == (name not in want)
+        if got is not None:
+            own = case.dtype
+            if name in OPTIONAL:
+                assert got.dtype == options[name].dtype
+            close(name, got, want[name], own)
