@@ -188,7 +188,7 @@ def _add_norms(problem, x, most) -> None:
         for inner, (part,), _ in steps.outer(problem, (x,)):
             _add_norms(inner, part, most)
         return
-    plan = portable.norm_plan(x.dtype.name)
+    plan = portable.row_norm_plan(x.dtype.name)
     blocks = -(-problem.seqlen_q // plan["kBlockRows"])
     heads = math.prod(problem.batch) * problem.num_heads
     facts = replace(problem, head_dim=x.shape[-1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from conftest import np_dtype
 from dense import ROUNDOFF
 

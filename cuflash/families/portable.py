@@ -368,7 +368,7 @@ def cast_plan(problem, backward: Plan, *, pair_store: bool) -> Plan:
     return Plan("cast", "cast", 256, 0, constants)
 
 
-def norm_plan(dtype: str) -> Plan:
+def row_norm_plan(dtype: str) -> Plan:
     """The plan of row_norm.cu."""
     constants = (("Element", CPP_TYPES[dtype]), ("kWarps", 4), ("kBlockRows", 64))
     return Plan("row_norm", "row_norm", 128, 0, constants)
