@@ -261,4 +261,5 @@ def explain(problem, q, k, v, extras=None):
         prepared.packed,
         tuple(rejections),
         rows * item * (3 + round_up(problem.head_dim, 16)),
+        str(prepared.options),
     )

@@ -72,6 +72,17 @@ class Options:
     def __bool__(self) -> bool:
         return self.program is not None or self.sinks or self.dropout
 
+    def __str__(self) -> str:
+        """In words, for `explain`; empty without any option."""
+        found, program = [], self.program
+        if program is not None:
+            names = ", ".join(arg.name for arg in program.args) or "the indices alone"
+            found.append(f"a function of {names}")
+            found += ["hidden keys, pair by pair"] if program.visible is not None else []
+        found += ["sinks"] if self.sinks else []
+        found += ["dropout"] if self.dropout else []
+        return "; ".join(found)
+
     @property
     def args(self):
         return () if self.program is None else self.program.args

@@ -92,6 +92,20 @@ def test_forward_passes_operands_by_the_rows_of_the_plan(gpu_side):
     assert (later["seed"], later["arg2"], later["arg3"]) == (7, as_word(9.0), 5)
 
 
+def test_explain_names_what_decides_the_scores(gpu_side):
+    cupy, _, launch = gpu_side
+    problem = problem_of(length=64)
+    q, k, v, *_ = arrays_of(cupy, problem)
+    assert "scores " not in str(launch.explain(problem, q, k, v))
+    bias, table = array(cupy, (1, 2, 64, 64), np.float16), array(cupy, (4, 8), np.float32)
+    extras = Extras((bias, table, 30.0, 3), keep=0.5, seed=1)
+    problem = replace(problem, program=many(), dropout=True)
+    text = str(launch.explain(problem, q, k, v, extras=extras))
+    assert "scores     a function of bias, table, softcap, count; dropout" in text
+    assert "portable family" in text
+    assert "sm90: its kernels do not compute score or mask, dropout" in text
+
+
 def test_launches_of_many_axes_number_their_batches(gpu_side):
     cupy, _, launch = gpu_side
     problem = replace(problem_of(batch=(2, 3, 2, 1, 5), length=16), dropout=True)
