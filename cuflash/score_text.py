@@ -63,14 +63,19 @@ class Options:
     sinks: bool = False
     dropout: bool = False
     gradients: tuple[Gradient, ...] = ()  # those that are asked for
+    # Scores are scaled, and statistics of rows count from there, whatever else is known of them.
+    scaled: bool = False
 
     @classmethod
     def of(cls, problem, *, stats=False, gradients=()) -> Options:
-        """Those of a problem; the statistics pass has no use for dropout."""
-        return cls(problem.program, problem.sinks, problem.dropout and not stats, gradients)
+        """Those of a problem. The statistics pass has no use for dropout, but its rows' maxima are
+        of scaled scores where the backward kernel's are.
+        """
+        scaled = problem.program is not None or problem.sinks or problem.dropout
+        return cls(problem.program, problem.sinks, problem.dropout and not stats, gradients, scaled)
 
     def __bool__(self) -> bool:
-        return self.program is not None or self.sinks or self.dropout
+        return self.scaled
 
     def __str__(self) -> str:
         """In words, for `explain`; empty without any option."""

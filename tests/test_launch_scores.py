@@ -201,3 +201,16 @@ def test_sinks_receive_what_their_probability_says(sums_side):
     shared = np.empty((1, 3))
     sums_side.reduce_to(shared, found)
     np.testing.assert_allclose(shared, found.sum(axis=0, keepdims=True))
+
+
+def test_dropout_alone_counts_scaled_scores_in_both_passes(gpu_side):
+    """The maxima of one pass are subtracted in the other."""
+    cupy, _, launch = gpu_side
+    problem = replace(problem_of(dtype="float32", length=16), dropout=True)
+    q, k, v, out, lse = arrays_of(cupy, problem)
+    grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
+    launch.log.clear()
+    extras = Extras(keep=0.5, seed=1)
+    launch.backward(problem, out, q, k, v, out, lse, None, *grads, True, extras=extras)
+    passes = {plan.kernel: fields for plan, _, fields in launch.log}
+    assert passes["fwd_portable"]["scale_log2"] == passes["bwd_portable"]["scale_log2"] == LOG2E

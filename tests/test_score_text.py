@@ -37,13 +37,11 @@ def test_equal_functions_are_one_plan():
 
 
 def test_the_statistics_pass_has_no_dropout():
+    """But scores that are scaled as the backward kernel's are, whose maxima it finds."""
     dropped = replace(problem_of(), dropout=True)
-    device, access = device_of(80), Access(16, 16)
-    plans = [
-        portable.forward_plan(problem, device, access, stats=True)
-        for problem in (problem_of(), dropped)
-    ]
-    assert plans[0] == plans[1]
+    plan = portable.forward_plan(dropped, device_of(80), Access(16, 16), stats=True)
+    assert "kDropout = false" in plan.score and "kProgram = true" in plan.score
+    assert [name for name, _ in plan.operands] == ["first_batch", "scale"]
 
 
 def every_operation():
@@ -108,7 +106,7 @@ def test_every_derivative_compiles(nvrtc):
 
 def test_rows_of_a_plan_pack_as_the_compiler_lays_them_out(nvrtc):
     """sizeof, which every kernel asserts, and where the last field lies."""
-    options = Options(many(), True, True, (Gradient(0, (True, True), False, 1),))
+    options = Options(many(), True, True, (Gradient(0, (True, True), False, 1),), True)
     for table in ("forward", "backward"):
         rows = score_text.rows(options, forward=table == "forward")
         layout = params.layout(table, rows)
@@ -120,7 +118,7 @@ def test_rows_of_a_plan_pack_as_the_compiler_lays_them_out(nvrtc):
 
 def test_a_constant_derivative_is_seen():
     bias = program_of(lambda s, i, j: s + Expr(element(0, BIAS)), [BIAS])
-    assert "kUnit = true" in score_text.text(Options(bias))
-    assert "kUnit = false" in score_text.text(Options(many()))
+    assert "kUnit = true" in score_text.text(Options(bias, scaled=True))
+    assert "kUnit = false" in score_text.text(Options(many(), scaled=True))
     assert bias.derivative is constant(1.0)
     assert score_text.depends(many().value, "s") and not score_text.depends(symbol("i"), "j")
