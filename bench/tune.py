@@ -344,14 +344,14 @@ def _calls(setting: Setting, rows: list[Row], cupy):
     lse = cupy.empty(q.shape[:-1], problem.lse_dtype)
     if setting.case.way == "fwd":
         calls = {
-            row.tile: lambda tile=row.tile: launch.forward(problem, q, k, v, out, lse, tile)
+            row.tile: lambda tile=row.tile: launch.forward(problem, q, k, v, out, lse, tile=tile)
             for row in rows
         }
         return calls, [out, lse]
     launch.forward(problem, q, k, v, out, lse)
     grads = [cupy.empty_like(x) for x in (q, k, v)]
     inputs = (problem, dout, q, k, v, out, lse, None, *grads, setting.deterministic)
-    return {row.tile: lambda tile=row.tile: launch.backward(*inputs, tile) for row in rows}, grads
+    return {row.tile: lambda tile=row.tile: launch.backward(*inputs, tile=tile) for row in rows}, grads
 
 
 def _distance(cupy, found, expected) -> float:

@@ -20,6 +20,7 @@ class Explanation:
     packed: tuple[str, ...]  # inputs that are copied first: not readable in 16-byte pieces
     rejections: tuple[tuple[str, str], ...]
     backward_workspace: int  # bytes
+    scores: str = ""  # what beside q and k decides them
 
     def __str__(self) -> str:
         values = dict(self.plan.constants)
@@ -40,6 +41,8 @@ class Explanation:
             f"  reads      {self._reads()}",
             f"  workspace  forward none, backward {self.backward_workspace} bytes",
         ]
+        if self.scores:
+            lines.append(f"  scores     {self.scores}")
         if self.packed:
             names = ", ".join(self.packed)
             lines.append(f"  copied     {names}: strides or alignment rule out 16-byte reads")

@@ -100,18 +100,23 @@ def translation_unit(plan: Plan) -> str:
     """What NVRTC compiles: the types, this plan's constants and parameters, then the kernel with
     its includes.
     """
-    layout = params.layout(plan.params)
-    size, maps = layout.size, layout.num_maps > 0
-    parts = [
-        source.unit("types.cuh"),
-        *([source.unit("ptx/tma.cuh", skip=("types.cuh",))] if maps else []),
+    layout = params.layout(plan.params, plan.operands)
+    first = ["types.cuh"]
+    first += ["ptx/tma.cuh"] if layout.num_maps else []
+    first += ["attn/program.cuh"] if plan.score else []
+    parts, seen = [], ()
+    for name in first:
+        parts.append(source.unit(name, skip=seen))
+        seen = source.included(name, seen)
+    parts += [
         '#line 1 "params.py"',
-        params.text(plan.params),
+        params.text(plan.params, plan.operands),
         '#line 1 "plan.py"',
         plan.text(),
         *wgmma.overloads(plan),
-        f'static_assert(sizeof(Params) == {size}, "params.py packs this struct");',
-        source.unit(f"{plan.kernel}.cu", skip=("types.cuh", *(["ptx/tma.cuh"] if maps else []))),
+        f'static_assert(sizeof(Params) == {layout.size}, "params.py packs this struct");',
+        *(['#line 1 "score_text.py"', plan.score] if plan.score else []),
+        source.unit(f"{plan.kernel}.cu", skip=seen),
     ]
     return "\n".join(parts)
 

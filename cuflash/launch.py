@@ -17,8 +17,10 @@ from . import jit
 from . import launch_steps as steps
 from .families import choose, sm90
 from .launch_backward import backward
+from .launch_extras import Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import Plan, round_up
+from .score_text import Options
 from .tensormap import Encoder, unfit
 
 __all__ = ["backward", "explain", "forward", "merge", "plans_of"]
@@ -41,6 +43,7 @@ class _Forward(NamedTuple):
     packed: tuple[str, ...]  # names of the inputs that are packed first
     mapped: tuple[int, ...]  # which of q, k, v, out and lse are passed by tensor maps, in order
     ticket: bool  # whether blocks draw their work from a counter, if the kernel can
+    options: Options  # what its scores know of
 
 
 def _work(problem, plan) -> tuple[int, int]:
@@ -49,7 +52,8 @@ def _work(problem, plan) -> tuple[int, int]:
     return blocks, problem.num_heads * math.prod(problem.batch)
 
 
-def _portable_step(problem, device, plan, q, k, v, out, lse) -> Step:
+def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
+    options = Options.of(problem)
     blocks, heads = _work(problem, plan)
     return Step.of(
         plan,
@@ -58,9 +62,10 @@ def _portable_step(problem, device, plan, q, k, v, out, lse) -> Step:
         *steps.shape_values(problem, blocks),
         *steps.section_values(problem, device, heads, _key_bytes(problem, q)),
         *steps.band_values(problem),
-        steps.scale_log2(problem),
+        steps.scale_log2(problem, options),
         0,  # stats_pitch and lse_threshold: of the statistics pass
         0.0,
+        *operands.rest(problem, options, forward=True),
     )
 
 
@@ -95,7 +100,7 @@ def _key_bytes(problem, q) -> int:
     return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * q.itemsize // problem.group
 
 
-def _prepare(problem, device, arrays, tile=None):
+def _prepare(problem, device, arrays, operands, tile=None):
     """The forward pass of (q, k, v, out, lse), its family and why others were not taken."""
     q, k, v, out, lse = arrays
     read = steps.pack_narrow(problem, q, k, v)
@@ -103,36 +108,42 @@ def _prepare(problem, device, arrays, tile=None):
     access = steps.access_of(store, **dict(zip("qkv", read)))
     family, rejections = choose(problem, device, access, "forward", tile)
     plan = family.forward_plan(problem, device, access, tile=tile)
-    make = _sm90_step if family is sm90 else _portable_step
-    step = make(problem, device, plan, *read, out, lse)
+    if family is sm90:
+        step = _sm90_step(problem, device, plan, *read, out, lse)
+    else:
+        step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
     uneven = problem.band is not None or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
-    return _Forward(step, packed, mapped, ticket), family, rejections
+    return _Forward(step, packed, mapped, ticket, Options.of(problem)), family, rejections
 
 
-def _ready(problem, device_id: int, arrays, starts, tile) -> _Forward:
+def _ready(problem, device_id: int, arrays, starts, operands, tile) -> _Forward:
     """The forward pass of (q, k, v, out, lse), prepared now or kept from an equal call."""
 
     def make():
-        steps.check_aligned(**dict(zip(("q", "k", "v", "out", "lse"), arrays)))
-        return _prepare(problem, steps.device_facts(device_id), arrays, tile)[0]
+        steps.check_aligned(**dict(zip(("q", "k", "v", "out", "lse"), arrays)), **operands.arrays)
+        return _prepare(problem, steps.device_facts(device_id), arrays, operands, tile)[0]
 
-    key = (problem, device_id, tile, steps.key_of(arrays, starts))
+    key = (problem, device_id, tile, steps.key_of(arrays, starts), operands.key())
     return steps.prepared(key, make)
 
 
-def plans_of(problem, q, k, v, out, lse, tile=None) -> list[Plan]:
+def plans_of(problem, q, k, v, out, lse, tile=None, extras=None) -> list[Plan]:
     """The kernels that :func:`forward` would launch; none is built or launched.
 
     It takes what `forward` takes, and raises ValueError and NotImplementedError as that does.
     """
-    arrays = (q, k, v, out, lse)
+    return _plans_of(problem, (q, k, v, out, lse), Operands.of(problem, extras), tile)
+
+
+def _plans_of(problem, arrays, operands, tile):
     if len(problem.batch) > BATCH_DIMS:
-        return steps.plans_of_outer(plans_of, problem, arrays, tile)
-    return [_ready(problem, q.data.device_id, arrays, steps.starts_of(arrays), tile).step.plan]
+        return steps.plans_of_outer(_plans_of, problem, arrays, operands, tile)
+    device_id, starts = arrays[0].data.device_id, steps.starts_of(arrays)
+    return [_ready(problem, device_id, arrays, starts, operands, tile).step.plan]
 
 
 def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
@@ -146,6 +157,8 @@ def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     lse : cupy.ndarray (*batch, Hq, L) or None
     tile : a family's Tile, optional
         In place of the one that would be chosen; it chooses its family.
+    extras : Extras, optional
+        What the problem's program, sinks and dropout read.
 
     Raises
     ------
@@ -158,20 +171,25 @@ def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     RuntimeError
         The driver refused a launch or a tensor map.
     """
-    steps.refuse(problem, extras)
+    _forward(problem, (q, k, v, out, lse), Operands.of(problem, extras), tile)
+
+
+def _forward(problem, arrays, operands, tile) -> None:
     if len(problem.batch) > BATCH_DIMS:
-        for inner, arrays in steps.outer(problem, (q, k, v, out, lse)):
-            forward(inner, *arrays, tile)
+        for inner, some, its in steps.outer(problem, arrays, operands):
+            _forward(inner, some, its, tile)
         return
+    q, k, v, out, lse = arrays
     device_id = q.data.device_id
-    arrays = (q, k, v, out, lse)
     starts = steps.starts_of(arrays)
-    step, packed, mapped, ticket = _ready(problem, device_id, arrays, starts, tile)
+    step, packed, mapped, ticket, options = _ready(
+        problem, device_id, arrays, starts, operands, tile
+    )
     if packed:
         arrays = (*steps.pack_narrow(problem, q, k, v), out, lse)
         starts = steps.starts_of(arrays)
     if not mapped:
-        step.launch(device_id, *starts, 0)
+        step.launch(device_id, *starts, 0, *operands.words(options))
         return
     place = _ticket(device_id) if ticket else 0
     step.launch(device_id, *starts[2:], place, mapped=[starts[n] for n in mapped])
@@ -238,7 +256,6 @@ def explain(problem, q, k, v, extras=None):
     """Which kernel forward would run and why: an :class:`cuflash.explanation.Explanation`, or a str
     where none runs.
     """
-    steps.refuse(problem, extras)
     from .explanation import Explanation
 
     device_id = q.data.device_id
@@ -246,12 +263,13 @@ def explain(problem, q, k, v, extras=None):
     rows = math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
     if rows == 0 or problem.seqlen_k == 0:
         return f"no kernel on {device.name}: without queries or keys the result is a constant"
+    operands = Operands.of(problem, extras)
     if len(problem.batch) > BATCH_DIMS:  # one of the launches that run in turn
-        problem, (q, k, v) = next(steps.outer(problem, (q, k, v)))
-    steps.check_aligned(q=q, k=k, v=v)
+        problem, (q, k, v), operands = next(steps.outer(problem, (q, k, v), operands))
+    steps.check_aligned(q=q, k=k, v=v, **operands.arrays)
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
     out = cupy.empty(shape, q.dtype)
-    prepared, family, rejections = _prepare(problem, device, (q, k, v, out, None))
+    prepared, family, rejections = _prepare(problem, device, (q, k, v, out, None), operands)
     step = prepared.step
     attributes = jit.attributes(jit.kernel(step.plan, device_id))
     item = 8 if problem.dtype == "float64" else 4
@@ -265,4 +283,5 @@ def explain(problem, q, k, v, extras=None):
         prepared.packed,
         tuple(rejections),
         rows * item * (3 + round_up(problem.head_dim, 16)),
+        str(prepared.options),
     )

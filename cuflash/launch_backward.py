@@ -9,16 +9,19 @@ cast    dq from its accumulators
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
+from . import launch_gradients as gradients
 from . import launch_steps as steps
 from .families import choose, portable
+from .launch_extras import Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import ITEM_BYTES, Plan, round_up
+from .score_text import Options
 from .tensormap import Encoder
 
 # Where |lse| is above this, float rounding of lse would cost exp(s - lse) accuracy that the dtype
@@ -54,6 +57,7 @@ class _Backward:
     stats_pitch: int
     accum_values: int
     flag_count: int
+    options: Options  # what the scores of the main kernel know of
 
     @property
     def steps(self) -> list[Step]:
@@ -74,7 +78,8 @@ def _delta_step(problem, a: _Arrays, rows: int, stats_pitch: int) -> Step:
     )
 
 
-def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int) -> Step:
+def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int, operands) -> Step:
+    options = Options.of(problem, stats=True)
     blocks = -(-problem.seqlen_q // plan["kBlockM"])
     return Step.of(
         plan,
@@ -84,14 +89,15 @@ def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int) ->
         1,  # every head is a section
         rows,
         *steps.band_values(problem),
-        steps.scale_log2(problem),
+        steps.scale_log2(problem, options),
         stats_pitch,
         LSE_THRESHOLD[problem.dtype],
+        *operands.rest(problem, options, forward=True),
     )
 
 
 def _main_step(
-    problem, device, plan: Plan, a: _Arrays, rows: int, stats_pitch: int, accum_pitch: int
+    problem, device, plan: Plan, a: _Arrays, rows, stats_pitch, accum_pitch, options, operands
 ) -> Step:
     item = ITEM_BYTES[problem.dtype]
     heads = rows // problem.group
@@ -110,7 +116,7 @@ def _main_step(
         *steps.shape_values(problem, blocks),
         *steps.section_values(problem, device, heads, query_bytes, turns),
         *steps.band_values(problem),
-        steps.scale_log2(problem),
+        steps.scale_log2(problem, options),
         problem.scale,
         stats_pitch,
         accum_pitch,
@@ -136,6 +142,7 @@ def _main_step(
         blocks * plan["kSlices"] * heads,
         *steps.all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
         *values,
+        *operands.rest(problem, options, forward=False),
     )
 
 
@@ -153,7 +160,8 @@ def _cast_step(problem, main: Plan, dq, rows: int, accum_pitch: int) -> Step:
     )
 
 
-def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
+def _steps(problem, device, a: _Arrays, deterministic, wanted, operands, tile) -> _Backward:
+    options = Options.of(problem, gradients=wanted)
     results = ((a.dk, problem.head_dim), (a.dv, problem.head_dim_v))
     whole = all(x is None or steps.whole_rows(x, dim) for x, dim in results)
     access = steps.access_of(whole, q=a.q, k=a.k, v=a.v, dout=a.dout)
@@ -166,6 +174,7 @@ def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
         need_dkv=a.dk is not None,
         deterministic=deterministic,
         tile=tile,
+        **({"gradients": wanted} if wanted else {}),
     )
     stats = portable.forward_plan(problem, device, access, stats=True)
     block_m = main["kBlockM"]
@@ -182,13 +191,16 @@ def _steps(problem, device, a: _Arrays, deterministic: bool, tile) -> _Backward:
         flags = main["kSlices"] * main["kDqWarpsM"] * main["kDqWarpsD"]
     return _Backward(
         delta=_delta_step(problem, a, rows, stats_pitch),
-        stats=_stats_step(problem, stats, a, rows, stats_pitch),
-        main=_main_step(problem, device, main, a, rows, stats_pitch, accum_pitch),
+        stats=_stats_step(problem, stats, a, rows, stats_pitch, operands),
+        main=_main_step(
+            problem, device, main, a, rows, stats_pitch, accum_pitch, options, operands
+        ),
         cast=cast,
         rows=rows,
         stats_pitch=stats_pitch,
         accum_values=rows * accum_pitch,
         flag_count=rows * num_m_blocks * flags,
+        options=options,
     )
 
 
@@ -210,39 +222,85 @@ def backward(
         Sum dq over blocks of keys in a fixed order.
     tile : families' Tile, optional
         In place of the one the family would choose for the main kernel.
+    extras : Extras, optional
+        What the problem's program, sinks and dropout read.
+    dargs : sequence of cupy.ndarray or None, optional
+        Gradients of the program's arguments, written fully: shaped as the argument, with an axis of
+        1 where a grid's entries are shared.
+    dsinks : cupy.ndarray (*batch, Hq), optional
+        The same for the sinks.
 
     Raises
     ------
     ValueError, NotImplementedError, CompileError, OSError
         As :func:`cuflash.launch.forward`.
     """
-    steps.refuse(problem, extras)
-    if len(problem.batch) > BATCH_DIMS:
-        for inner, arrays in steps.outer(problem, (dout, q, k, v, out, lse, dlse, dq, dk, dv)):
-            backward(inner, *arrays, deterministic, tile)
-        return
     given = _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    kernels, narrow = _ready(problem, given, deterministic, tile)
-    _run(problem, q.data.device_id, kernels, _packed(problem, given) if narrow else given)
+    operands = Operands.of(problem, extras)
+    wanted = gradients.gradients_of(problem, dargs)
+    if not wanted and dsinks is None:
+        _backward(problem, given, None, deterministic, wanted, operands, tile)
+        return
+    sums = gradients.sums_of(problem, wanted, dargs)
+    operands = replace(operands, sums=sums)
+    gradients.choose_bounded_units(problem, sums, given, operands.keep_limit)
+    by_sink = None
+    if dsinks is not None:
+        by_sink = cupy.empty(lse.shape[:-1], np.float64)
+    if any(x.measuring for x in sums.values()):
+        _backward(problem, given, None, deterministic, wanted, operands, tile)
+        gradients.choose_measured_units(problem, sums)
+        sums = {n: replace(x, measuring=False) for n, x in sums.items()}
+        operands = replace(operands, sums=sums)
+    _backward(problem, given, by_sink, deterministic, wanted, operands, tile)
+    for n, x in sums.items():
+        x.finish(dargs[n])
+    if dsinks is not None:
+        gradients.reduce_to(dsinks, by_sink)
+
+
+def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) -> None:
+    """Every launch of a pass. ``by_sink``: what each head's sink receives, or None."""
+    if len(problem.batch) > BATCH_DIMS:
+        for inner, arrays, its in steps.outer(problem, (*given, by_sink), operands):
+            some = _Arrays(*arrays[:-1])
+            _backward(inner, some, arrays[-1], deterministic, wanted, its, tile)
+        return
+    kernels, narrow = _ready(problem, given, deterministic, wanted, operands, tile)
+    a = _packed(problem, given) if narrow else given
+    _run(problem, a.q.data.device_id, kernels, a, operands, by_sink)
 
 
 def plans_of(
-    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None
-) -> list[Plan]:
+    problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic, tile=None,
+    extras=None, dargs=None, dsinks=None,
+) -> list[Plan]:  # fmt: skip
     """The kernels that :func:`backward` would launch; none is built or launched.
 
     It takes what `backward` takes, and raises ValueError and NotImplementedError as that does.
     """
-    arrays = (dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    given = _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    wanted = gradients.gradients_of(problem, dargs)
+    operands = Operands.of(problem, extras)
+    if wanted:
+        operands = replace(operands, sums=gradients.sums_of(problem, wanted, dargs))
+    return _plans_of(problem, given, operands, deterministic, wanted, tile)
+
+
+def _plans_of(problem, given, operands, deterministic, wanted, tile):
     if len(problem.batch) > BATCH_DIMS:
-        return steps.plans_of_outer(plans_of, problem, arrays, deterministic, tile)
-    kernels, _ = _ready(problem, _complete(*arrays), deterministic, tile)
+        return steps.plans_of_outer(
+            _plans_of, problem, given, operands, deterministic, wanted, tile
+        )
+    kernels, _ = _ready(problem, _Arrays(*given), deterministic, wanted, operands, tile)
     return [step.plan for step in kernels.steps]
 
 
 def _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv) -> _Arrays:
-    """The arrays of a pass: one kernel writes both dk and dv, so neither is there alone."""
-    if (dk is None) != (dv is None):
+    """The arrays of a pass: one kernel writes both dk and dv, so neither is there alone; and it
+    writes these where nothing of q, k and v is asked for.
+    """
+    if (dk is None) != (dv is None) or dq is dk is None:
         dk = cupy.empty(k.shape, k.dtype) if dk is None else dk
         dv = cupy.empty(v.shape, v.dtype) if dv is None else dv
     return _Arrays(dout, q, k, v, out, lse, dlse, dq, dk, dv)
@@ -252,23 +310,25 @@ def _packed(problem, given: _Arrays) -> _Arrays:
     return _Arrays(*steps.pack_narrow(problem, *given[:4]), *given[4:])
 
 
-def _ready(problem, given: _Arrays, deterministic: bool, tile) -> tuple[_Backward, bool]:
+def _ready(problem, given: _Arrays, deterministic, wanted, operands, tile) -> tuple:
     """The kernels of a pass, prepared now or kept from an equal call, and whether inputs are packed
     first.
     """
     device_id = given.q.data.device_id
 
     def make():
-        steps.check_aligned(**given._asdict())
+        steps.check_aligned(**given._asdict(), **operands.arrays)
         a = _packed(problem, given)
-        kernels = _steps(problem, steps.device_facts(device_id), a, deterministic, tile)
+        device = steps.device_facts(device_id)
+        kernels = _steps(problem, device, a, deterministic, wanted, operands, tile)
         return kernels, any(x is not y for x, y in zip(a, given))
 
-    key = (problem, device_id, tile, deterministic, steps.key_of(given, steps.starts_of(given)))
+    shapes = steps.key_of(given, steps.starts_of(given))
+    key = (problem, device_id, tile, deterministic, wanted, shapes, operands.key())
     return steps.prepared(key, make)
 
 
-def _run(problem, device_id: int, kernels: _Backward, a: _Arrays) -> None:
+def _run(problem, device_id: int, kernels: _Backward, a: _Arrays, operands, by_sink) -> None:
     accum_type = np.float64 if problem.dtype == "float64" else np.float32
     workspace = cupy.empty(3 * kernels.rows * kernels.stats_pitch, accum_type)
     stats = workspace.data.ptr
@@ -281,11 +341,15 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays) -> None:
 
     dout, q, k, v, out, lse, dlse, dq, dk, dv = steps.starts_of(a)
     kernels.delta.launch(device_id, out, dout, lse, dlse, stats)
-    kernels.stats.launch(device_id, q, k, v, 0, lse, stats)
-    written = (dk, dv, accum, flags, ticket, stats)
+    words = operands.words(Options.of(problem, stats=True))
+    kernels.stats.launch(device_id, q, k, v, 0, lse, stats, *words)
+    written = (dk, dv, accum, flags, ticket, stats, *operands.words(kernels.options))
     if kernels.main.encoders:
         kernels.main.launch(device_id, q, k, dout, *written, mapped=(q, k, v, dout))
     else:
         kernels.main.launch(device_id, q, k, v, dout, *written)
     if kernels.cast is not None:
         kernels.cast.launch(device_id, accum, dq)
+    if by_sink is not None:
+        delta = workspace.reshape(kernels.rows, 3, kernels.stats_pitch)[:, 2, : problem.seqlen_q]
+        by_sink[...] = gradients.sink_gradient(operands.sinks, a.lse, delta.reshape(a.lse.shape))

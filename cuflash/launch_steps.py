@@ -31,14 +31,6 @@ PACK_SCORES = 1 << 20
 
 
 @lru_cache(maxsize=None)
-def refuse(problem, extras) -> None:
-    """NotImplementedError for options on scores that the kernels do not take."""
-    if extras is not None:
-        fields = ("program", "sinks", "dropout")
-        given = [name for name in fields if getattr(problem, name)]
-        raise NotImplementedError(f"{' and '.join(given)}: GPU arrays cannot have them yet")
-
-
 def device_facts(device_id: int) -> Device:
     """The facts of a device that plans depend on."""
     attributes = cupy.cuda.Device(device_id).attributes
@@ -152,21 +144,22 @@ def all_strides(problem, *arrays) -> list[int]:
     return [x for array in arrays for x in strides_of(array, len(problem.batch))]
 
 
-def outer(problem, arrays):
+def outer(problem, arrays, operands=None):
     """Calls with more leading axes than a kernel takes run once for each index of the first
-    ones.
+    ones: (problem, arrays, operands) of each.
     """
     extra = len(problem.batch) - BATCH_DIMS
     inner = replace(problem, batch=problem.batch[extra:])
     for index in np.ndindex(*problem.batch[:extra]):
-        yield inner, [None if a is None else a[index] for a in arrays]
+        some = [None if a is None else a[index] for a in arrays]
+        yield inner, some, None if operands is None else operands.at(problem, index)
 
 
-def plans_of_outer(plans_of, problem, arrays, *rest) -> list[Plan]:
+def plans_of_outer(plans_of, problem, arrays, operands, *rest) -> list[Plan]:
     """The different plans that ``plans_of`` finds for the calls of `outer`."""
     found: dict[Plan, None] = {}
-    for inner, some in outer(problem, arrays):
-        found.update(dict.fromkeys(plans_of(inner, *some, *rest)))
+    for inner, some, its in outer(problem, arrays, operands):
+        found.update(dict.fromkeys(plans_of(inner, some, its, *rest)))
     return list(found)
 
 
@@ -212,10 +205,13 @@ def section_values(problem, device, heads: int, head_bytes: int, turns: bool = F
     return [section, heads // section * section]
 
 
-def scale_log2(problem) -> float:
-    """|scale| * log2(e), finite in the scores' type; never 0, since 0 times a hidden score's -inf
+def scale_log2(problem, options=None) -> float:
+    """What the softmax multiplies scores by. Where options see them, scaled, log2(e); else
+    |scale| * log2(e), finite in the scores' type; never 0, since 0 times a hidden score's -inf
     is NaN. The sign is in the plan.
     """
+    if options:
+        return LOG2E
     if problem.scale == 0:
         return 1.0
     limits = np.finfo(problem.lse_dtype)
@@ -253,7 +249,8 @@ class Step:
     @classmethod
     def of(cls, plan: Plan, blocks: int, *values, encoders=()) -> Step:
         """``values``: of all fields after the pointers, in the order of the plan's table."""
-        return cls(plan, layout(plan.params).rest(*values), blocks, encoders)
+        packed = layout(plan.params, plan.operands).rest(*values)
+        return cls(plan, packed, blocks, encoders)
 
     def launch(self, device_id: int, *pointers: int, mapped: Sequence[int] = []) -> None:
         """Enqueue it on the current stream of the current device, which is ``device_id``.
@@ -266,7 +263,7 @@ class Step:
         try:
             room = self._rooms.pop()
         except IndexError:
-            room = layout(self.plan.params).room(self.rest)
+            room = layout(self.plan.params, self.plan.operands).room(self.rest)
         room.point(*pointers)
         if room.mapped != mapped:
             for number, start in enumerate(mapped):

@@ -20,6 +20,7 @@ MAP_BYTES = 128
 KINDS = {
     "in": ("const void* {}", "P", 1),
     "out": ("void* {}", "P", 1),
+    "word": ("u64 {}", "P", 1),  # any 64 bits that change from launch to launch
     "i32": ("i32 {}", "i", 1),
     "u32": ("u32 {}", "I", 1),
     "i64": ("i64 {}", "q", 1),
@@ -29,6 +30,8 @@ KINDS = {
     "sizes": (f"i32 {{}}[{BATCH_DIMS}]", f"{BATCH_DIMS}i", BATCH_DIMS),
     "map": ("TensorMap {}", "128s", 1),
 }
+
+WORDS = ("in", "out", "word")  # what each launch writes
 
 _SHAPE = [
     ("batch_sizes", "sizes"),
@@ -162,6 +165,12 @@ TABLES = {
         ("scale", "f64"),
         ("accum_pitch", "i64"),
     ],
+    "row_norm": [
+        ("x", "in"),
+        ("most", "out"),
+        ("x_strides", "strides"),
+        *_SHAPE,
+    ],
     "combine": [
         ("outs", "in"),
         ("lses", "in"),
@@ -174,9 +183,20 @@ TABLES = {
 }
 
 
-def text(table: str) -> str:
+def rows(table: str, operands: tuple = ()) -> list[tuple[str, str]]:
+    """A table with the rows that a plan adds to it, what each launch writes in front."""
+    both = [*TABLES[table], *operands]
+    # The sort keeps the order inside each part.
+    return sorted(both, key=lambda row: _place(row[1]))
+
+
+def _place(kind: str) -> int:
+    return 0 if kind == "map" else 1 if kind in WORDS else 2
+
+
+def text(table: str, operands: tuple = ()) -> str:
     """The C++ definition of ``struct Params`` of a table."""
-    lines = [f"    {KINDS[kind][0].format(name)};" for name, kind in TABLES[table]]
+    lines = [f"    {KINDS[kind][0].format(name)};" for name, kind in rows(table, operands)]
     return "struct Params {\n" + "\n".join(lines) + "\n};\n"
 
 
@@ -190,18 +210,17 @@ class Layout:
     num_maps : int
         How many tensor maps it begins with.
     num_pointers : int
-        How many pointers follow.
+        How many pointers, or other words of a launch, follow.
     """
 
-    def __init__(self, table: str):
+    def __init__(self, table: str, operands: tuple = ()):
         kinds = [kind for _, kind in TABLES[table]]
+        if kinds != sorted(kinds, key=_place):
+            raise ValueError(f"table {table}: pointers must come first, behind tensor maps")
+        kinds = [kind for _, kind in rows(table, operands)]
         self.num_maps = kinds.count("map")
-        if "map" in kinds[self.num_maps :]:
-            raise ValueError(f"table {table}: tensor maps must come first")
         kinds = kinds[self.num_maps :]
-        self.num_pointers = sum(kind in ("in", "out") for kind in kinds)
-        if any(kind in ("in", "out") for kind in kinds[self.num_pointers :]):
-            raise ValueError(f"table {table}: pointers must come first")
+        self.num_pointers = sum(kind in WORDS for kind in kinds)
         self._pointers = struct.Struct(f"@{self.num_pointers}P")
         # 0q: padded at the end to the struct's own alignment, as C does. Pointers keep 8-byte
         # alignment.
@@ -254,5 +273,5 @@ class Room:
 
 
 @lru_cache(maxsize=None)
-def layout(table: str) -> Layout:
-    return Layout(table)
+def layout(table: str, operands: tuple = ()) -> Layout:
+    return Layout(table, operands)

@@ -27,6 +27,8 @@ class Plan:
     ]  # in the order of the text; a str is a C++ type
     # The warpgroup products that the kernel calls: (columns, a in registers, b transposed).
     products: tuple[tuple[int, bool, bool], ...] = ()
+    score: str = ""  # the C++ struct Score of kernels that have one (score_text.py)
+    operands: tuple[tuple[str, str], ...] = ()  # what it adds to the table, as its rows
 
     def text(self) -> str:
         """The C++ definition of ``struct Plan``."""

@@ -145,15 +145,15 @@ class _Listing:
     def __getattr__(self, name):
         return getattr(self._home, name)
 
-    def forward(self, *arguments) -> None:
+    def forward(self, *arguments, **keywords) -> None:
         from . import launch
 
-        self.plans += launch.plans_of(*arguments)
+        self.plans += launch.plans_of(*arguments, **keywords)
 
-    def backward(self, *arguments) -> None:
+    def backward(self, *arguments, **keywords) -> None:
         from . import launch_backward
 
-        self.plans += launch_backward.plans_of(*arguments)
+        self.plans += launch_backward.plans_of(*arguments, **keywords)
 
 
 def plans_of_call(dout, q, k, v, options: dict) -> list[Plan]:
@@ -171,13 +171,14 @@ def plans_of_call(dout, q, k, v, options: dict) -> list[Plan]:
     TypeError, ValueError, NotImplementedError
         As :func:`cuflash.attention`.
     """
-    shaping = edge.shaping_options("plans_of_call", options)
+    shaping, scores = edge.split_options("plans_of_call", options)
     operands = {"dout": dout, "q": q, "k": k, "v": v}
     home = home_of(list(operands.items()))
     with home.scope():
         listing = _Listing(home)
-        edge.forward(listing, q, k, v, None, False, shaping)
-        out, lse = edge.forward(listing, q, k, v, None, True, shaping)
+        edge.forward(listing, q, k, v, None, False, shaping, scores)
+        out, lse = edge.forward(listing, q, k, v, None, True, shaping, scores)
         operands |= {"out": out, "lse": lse}
-        edge.backward(listing, operands, (True, True, True), True, shaping)
+        wanted = [name in edge.GRADIENTS for name in edge.ALL_GRADIENTS]
+        edge.backward(listing, operands, wanted, True, shaping, scores)
     return listing.plans

@@ -70,6 +70,14 @@ def flatten(name: str, files: dict[str, str], skip: tuple[str, ...] = ()) -> str
 
 
 @lru_cache(maxsize=None)
+def included(name: str, before: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """``before`` and the files that the text of ``name`` has: what is skipped after it."""
+    root = folder()
+    files = closure(name, lambda path: (root / path).read_text(encoding="utf-8"))
+    return tuple(sorted({*before, *files}))
+
+
+@lru_cache(maxsize=None)
 def unit(name: str, skip: tuple[str, ...] = ()) -> str:
     """The text of ``name`` with its includes in place, but for those in ``skip``, which stand in
     front of it already.

@@ -30,54 +30,30 @@
 //
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and
 // kSliceDimV of dv, where all of them would not fit the registers. bwd_portable_tiles.cuh has the
-// constants and the shared-memory map.
-#include "attn/mask.cuh"
-#include "attn/score.cuh"
+// constants and the shared-memory map, bwd_portable_scores.cuh what a score function, hidden keys
+// and dropout do to a block of S^T and dS^T.
 #include "attn/stats.cuh"
-#include "bwd_portable_tiles.cuh"
+#include "bwd_portable_scores.cuh"
 
 // With a band, one body for masked steps and one for the long middle, which is then a single block
 // for the compiler to order. The wide types' bodies are too long to compile twice.
-inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
-
+inline constexpr bool kTwoBodies = Plan::kBand && !Score::kHides && sizeof(T) == 2;
 // Of the product for dQ: written out in full, its operands are read so far ahead, beside dK and dV,
 // that registers spill.
 inline constexpr int kDqUnroll = min_of(kSmemUnroll<T>, 4);
 
-struct Backward : BackwardBlock {
-    const Mask<Plan::kBand> visible;
+struct Backward : BackwardScores {
     const Accum scale_log2;
     // What held inf or NaN: k; or a masked block of q or dout, where they were replaced by zero.
     enum Dirty : u32 { kDirtyK = 1, kDirtyQ = 2, kDirtyDout = 4 };
     u32 dirty = 0;
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
-        : BackwardBlock(params, w, smem_base),
-          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
+        : BackwardScores(params, w, smem_base),
           scale_log2(Accum(p.scale_log2)) {}
 
-    // f(x of c, value of row i) with the statistic `which` of each query, which runs along the
-    // columns of S^T.
-    template <class F>
-    __device__ __forceinline__ void with_stats(Scores& c, int stage, int which, F f) const {
-        const auto stats = stats_tile(stage).part<kQueries>(0, share * kQueries);
-#pragma unroll
-        for (int n = 0; n < Scores::kColTiles; ++n) {
-            Accum value[2];
-            StatsTile::load_two(stats.address(0, 8 * n, which, lane_id() % 4 * 2), value);
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-                for (int r = 0; r < 4; ++r) f(c.x[m][n][r], value[r % 2]);
-        }
-    }
-    template <class F> __device__ __forceinline__ void for_each(Scores& c, int m_block, F f) const {
-        c.for_each(first_key() + warp_row, m_block * Plan::kBlockM + share * kQueries,
-                   [&](Accum& x, int j, int i) { f(x, i, j); });
-    }
-
     // P^T of one block.
-    __device__ __forceinline__ void compute_weights(Scores& s, int m_block, int stage,
+    __device__ __forceinline__ void compute_weights(Scores& s, Kept& kept, int m_block, int stage,
                                                     bool masked) const {
         const auto k = k_tile().part(warp_row, 0);
         const auto q = q_tile(m_block, stage).part(share * kQueries, 0);
@@ -85,14 +61,14 @@ struct Backward : BackwardBlock {
         gemm<Atom, Plan::kHeadDim / Atom::kK, kSmemUnroll<T>>(
             s, [&](int m, int step) { return Atom::load_a(k, 16 * m, step * Atom::kK); },
             [&](Atom::B(&b)[2], int n, int step) { Atom::load_b(b, q, 16 * n, step * Atom::kK); });
-        apply_scale_sign<Plan::kScaleSign>(s);
+        if constexpr (Score::kProgram)
+            apply_score(s, kept, m_block, masked);
+        else
+            apply_scale_sign<Plan::kScaleSign>(s);
         with_stats(s, stage, 0, [&](Accum& x, Accum row_max) { x -= row_max; });
         with_stats(s, stage, 1, [&](Accum& x, Accum sum) { x = weight<T>(x * scale_log2, sum); });
-        if (masked)
-            for_each(s, m_block,
-                     [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        if (masked) hide(s, kept, m_block);
     }
-
     // dP^T of one block.
     __device__ __forceinline__ void multiply_dout(Scores& dp, int m_block, int stage) const {
         const auto v = v_tile().part(warp_row, 0);
@@ -105,8 +81,9 @@ struct Backward : BackwardBlock {
             });
     }
     // dP^T to dS^T.
-    __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, int m_block, int stage,
-                                          bool masked) const {
+    __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, const Kept& kept,
+                                          int m_block, int stage, bool masked) const {
+        if constexpr (Score::kDropout) drop(ds, kept);
         with_stats(ds, stage, 2, [&](Accum& x, Accum delta) { x -= delta; });
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
@@ -114,11 +91,9 @@ struct Backward : BackwardBlock {
             for (int n = 0; n < Scores::kColTiles; ++n)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) ds.x[m][n][r] *= weights.x[m][n][r];
-        if (masked)
-            for_each(ds, m_block,
-                     [&](Accum& x, int i, int j) { x = visible.transposed(j, i) ? x : Accum(0); });
+        if constexpr (Score::kGradients || !Score::kUnit) to_score(ds, kept, m_block);
+        if (masked) hide(ds, kept, m_block);
     }
-
     // c += (this warp's keys x queries) * (columns of a tile stored [query][dim]), for the queries
     // whose weights this warp computed...
     template <class C, class Tile>
@@ -145,7 +120,6 @@ struct Backward : BackwardBlock {
                 Atom::load_b_trans(b, columns, 16 * n, step * Atom::kK);
             });
     }
-    __device__ __forceinline__ int slice() const { return Plan::kSlices == 1 ? 0 : work().slice; }
     __device__ __forceinline__ int column() const {
         return slice() * Plan::kSliceDim + share * kColumns;
     }
@@ -223,7 +197,8 @@ struct Backward : BackwardBlock {
     __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m_block, int stage,
                                          bool masked) {
         Scores weights, ds;
-        compute_weights(weights, m_block, stage, masked);
+        Kept kept;
+        compute_weights(weights, kept, m_block, stage, masked);
         turn.announce();
         // Nothing else keeps the next product's operands from being read beside all of this one's.
         if constexpr (Plan::kBand && !Plan::kNeedDq) __syncwarp();
@@ -232,18 +207,20 @@ struct Backward : BackwardBlock {
         DoutTile dout = dout_tile(m_block, stage);
         // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's
         // gradients.
-        if constexpr (Plan::kBand && Plan::kNeedDkv)
+        if constexpr (kHidden && Plan::kNeedDkv)
             if (masked) {
                 __syncthreads();  // all have read q and dout as they are
                 if (find_nonfinite<true, kThreads>(q)) dirty |= kDirtyQ;
                 if (find_nonfinite<true, kThreads>(dout)) dirty |= kDirtyDout;
             }
         constexpr bool kShared = Plan::kShare > 1;
+        Scores dropped = weights;
+        if constexpr (Score::kDropout) drop(dropped, kept);
         if constexpr (kShared)
-            store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), weights);
+            store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), dropped);
         // dV stands between dP and dS, so that the tensor cores work while dS is formed.
-        if constexpr (Plan::kNeedDkv) accumulate_own(dv, weights, dout, column_v());
-        to_ds(ds, weights, m_block, stage, masked);
+        if constexpr (Plan::kNeedDkv) accumulate_own(dv, dropped, dout, column_v());
+        to_ds(ds, weights, kept, m_block, stage, masked);
         if constexpr (Plan::kNeedDq || kShared) {
             store_fragment(ds_tile().part<kQueries>(warp_row, share * kQueries), ds);
             __syncthreads();
@@ -255,9 +232,9 @@ struct Backward : BackwardBlock {
         }
         if constexpr (Plan::kNeedDq) {
             KTile k = k_tile();
-            if (Plan::kBand && (dirty & kDirtyK)) find_nonfinite<true, kThreads>(k);
+            if (kHidden && (dirty & kDirtyK)) find_nonfinite<true, kThreads>(k);
             accumulate_dq(m_block, k);
-            if (Plan::kBand && (dirty & kDirtyK)) {  // the next scores need k as it is
+            if (kHidden && (dirty & kDirtyK)) {  // the next scores need k as it is
                 __syncthreads();
                 load_tile<Plan::kCopyBytes, kThreads>(k, k_rows(), first_key());
                 cp_async_commit_group();
@@ -268,9 +245,10 @@ struct Backward : BackwardBlock {
     // What the zeros in place of inf and NaN have kept out of dk and dv, for the queries that see a
     // key...
     __device__ __forceinline__ void restore_dkv(KeyGrad& dk, ValueGrad& dv, int first, int last) {
-        const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
         const int first_row = first_key() + warp_row;
         for (head = end_head() - p.group; head < end_head(); ++head) {
+            const Sees visible = this->visible();
+            const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
             if (dirty & kDirtyDout)
                 restore_nonfinite<true>(dv, first_row, 0, dout_rows().from_column(column_v()),
                                         first, last, sees);
@@ -284,13 +262,14 @@ struct Backward : BackwardBlock {
         const Rows<const T> keys = k_rows();
         const int first_j = first_key(), last_j = min_of(first_j + Plan::kBlockN, keys.count);
         for (head = end_head() - p.group; head < end_head(); ++head) {
+            const Sees sees = visible();
             Accum* accum = static_cast<Accum*>(p.dq_accum) + i64(head) * p.accum_pitch;
             for (int j = first_j; j < last_j; ++j)
                 for (int d = 0; d < keys.dim; ++d) {
                     const T raw = *keys.at(j, d);
                     if (!is_nonfinite(raw)) continue;
                     for (int i = first + int(threadIdx.x); i < last; i += kThreads)
-                        if (visible(i, j))
+                        if (sees(i, j))
                             red_add(
                                 accum + fragment_index<Plan::kAccumVector, Plan::kAccumTiles>(i, d),
                                 Accum(to_float(raw)) * 0);
@@ -317,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     bool more = m_block < backward.range().get().end;
     if (Plan::kStages > 1 && more) backward.load_q(m_block, 0);
     cp_async_commit_group();
-    if constexpr (Plan::kBand) {
+    if constexpr (kHidden) {
         cp_async_wait_group<0>();
         __syncthreads();
         KTile k = backward.k_tile();
@@ -343,9 +322,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
                 backward.head -= last_of_head;
             }
         }
-        const bool masked = m_block >= range.full_end || m_block < range.full_begin;
+        const bool masked = Score::kHides || m_block >= range.full_end || m_block < range.full_begin;
         if constexpr (!kTwoBodies) {
-            backward.step(dk, dv, m_block, stage, (Plan::kBand || Plan::kTail) && masked);
+            backward.step(dk, dv, m_block, stage, (kHidden || Plan::kTail) && masked);
         } else if (masked) {
             backward.step(dk, dv, m_block, stage, true);
         } else {
@@ -357,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     }
     cp_async_wait_group<0>();
     backward.turn.announce();
-    if constexpr (Plan::kBand) {
+    if constexpr (kHidden) {
         const BlockRange range = backward.range().get();
         const int first = range.begin * Plan::kBlockM;
         const int last = min_of(range.end * Plan::kBlockM, p.seqlen_q);

@@ -29,6 +29,7 @@
 // the rows whose lse is so large that float rounding of it would spoil exp(s - lse) in backward;
 // blocks without such a row end at once.
 #include "attn/band.cuh"
+#include "attn/dropout.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
 #include "attn/stats.cuh"
@@ -52,7 +53,9 @@ static_assert(Plan::kHeadDim % 16 == 0 && Plan::kHeadDimV % 16 == 0, "fragments 
 
 // With a band, one body for masked steps and one for the long middle, which is then a single block
 // for the compiler to order. The wide types' bodies are too long to compile twice.
-inline constexpr bool kTwoBodies = Plan::kBand && sizeof(T) == 2;
+inline constexpr bool kTwoBodies = Plan::kBand && !Score::kHides && sizeof(T) == 2;
+// Whether keys of the sequence may be hidden from a query.
+inline constexpr bool kHidden = Plan::kBand || Score::kHides;
 
 // Of the product for the scores. Beside two bodies, or addresses of single elements, operands read
 // as far ahead as a product in full allows would spill registers.
@@ -77,12 +80,13 @@ static_assert(kTileBytes + kSharedValues * 16 == Plan::kSmemBytes, "plan.py's su
 using BlockWork = Work<Plan::kSlices>;
 using Scores = Fragment<Accum, kRowTiles, Plan::kBlockN / 8>;
 using Output = Fragment<Accum, kRowTiles, Plan::kHeadDimV / 8>;
+using Sees = Visible<Mask<Plan::kBand>, Score>;
 
 struct Forward {
     const Params& p;
     const u32 smem;
     const int warp_row;
-    const Mask<Plan::kBand> visible;
+    const Mask<Plan::kBand> mask;
     const Accum scale_log2;
     Softmax<Accum, kRowTiles> softmax;
     bool dirty = false;  // v held inf or NaN in a masked block, which were replaced by zero
@@ -91,7 +95,7 @@ struct Forward {
         : p(params),
           smem(smem_base),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
-          visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
+          mask{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
           scale_log2(Accum(p.scale_log2)) {
         softmax.init();
         if (threadIdx.x == 0) {
@@ -121,6 +125,11 @@ struct Forward {
     }
     __device__ __forceinline__ BlockWork work() const { return shared_work().get().folded(); }
     __device__ __forceinline__ int first_row() const { return work().block * Plan::kBlockM; }
+    __device__ __forceinline__ Score score() const {
+        const BlockWork w = work();
+        return {p, w.batch, w.head};
+    }
+    __device__ __forceinline__ Sees visible() const { return {mask, score()}; }
 
     // Built where they are used: strides and lengths come from constant memory and need not live in
     // registers.
@@ -174,17 +183,34 @@ struct Forward {
 
     __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block,
                                                          bool masked) const {
-        apply_scale_sign<Plan::kScaleSign>(s);
+        const Sees sees = visible();
+        if constexpr (Score::kProgram) {
+            s.for_each(detached(first_row() + warp_row), n_block * Plan::kBlockN,
+                       [&](Accum& x, int i, int j) {
+                           x = sees.score.value(sees.score.scaled(x), sees.query(i), sees.key(j));
+                       });
+        } else {
+            apply_scale_sign<Plan::kScaleSign>(s);
+        }
         if (!masked) return;
-        s.for_each(first_row() + warp_row, n_block * Plan::kBlockN,
-                   [&](Accum& x, int i, int j) { x = visible(i, j) ? x : -infinity<Accum>(); });
+        const int row = first_row() + warp_row;
+        s.for_each(Score::kHides ? detached(row) : row, n_block * Plan::kBlockN,
+                   [&](Accum& x, int i, int j) { x = sees(i, j) ? x : -infinity<Accum>(); });
+    }
+    // Weights that dropout does not keep become 0; the others are scaled with the output.
+    __device__ __forceinline__ void drop(Scores& s, int n_block) const {
+        FragmentBits<Scores::kRowTiles, Scores::kColTiles> kept;
+        score().dropout().keep(kept, first_row() + warp_row, n_block * Plan::kBlockN);
+        for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
+            s.x[m][n][r] = kept.get(m, n, r) ? s.x[m][n][r] : Accum(0);
+        });
     }
 
     // O += P V.
     __device__ __forceinline__ void accumulate(Output& o, const Scores& s, int n_block, int stage,
                                                bool masked) {
         VTile v = v_tile(n_block, stage);
-        if constexpr (Plan::kBand)
+        if constexpr (kHidden)
             if (masked) dirty |= find_nonfinite<true, kThreads>(v);
         const Operand<Atom, kRowTiles, Plan::kBlockN / Atom::kK> weights(s);
         const auto columns = v.part(0, 0);
@@ -202,7 +228,11 @@ struct Forward {
         softmax.update(s, scale_log2, [&](const Accum(&factor)[kRowsPerLane]) {
             if constexpr (!Plan::kStats) o.for_each_row([&](Accum& x, int q) { x *= factor[q]; });
         });
+        if constexpr (Score::kDropout && !Plan::kStats) drop(s, n_block);
         if constexpr (!Plan::kStats) accumulate(o, s, n_block, stage, masked);
+    }
+    __device__ __forceinline__ RowEnd<Accum> end(int q) const {
+        return {softmax.reference[q], softmax.sum[q], score().sink()};
     }
 
     // f(row of the sequence, q) once for each row of this quad that exists.
@@ -219,7 +249,10 @@ struct Forward {
     __device__ __forceinline__ void store_out(Output& o) const {
         Accum inverse[kRowsPerLane];
 #pragma unroll
-        for (int q = 0; q < kRowsPerLane; ++q) inverse[q] = softmax.inverse_sum(q);
+        for (int q = 0; q < kRowsPerLane; ++q) {
+            inverse[q] = Score::kSinks ? end(q).inverse : softmax.inverse_sum(q);
+            if constexpr (Score::kDropout) inverse[q] *= score().keep_scale();
+        }
         o.for_each_row([&](Accum& x, int q) { x *= inverse[q]; });
         const OTile tile{smem + int(threadIdx.x) / kWarpSize * OTile::kBytes};
         __syncthreads();  // other warps may still read the tiles under this one
@@ -238,8 +271,10 @@ struct Forward {
     }
     __device__ __forceinline__ void store_lse() const {
         Accum* lse = lse_start();
-        for_each_row(
-            [&](int row, int q) { lse[row * p.lse_strides.row] = softmax.lse(q, scale_log2); });
+        for_each_row([&](int row, int q) {
+            lse[row * p.lse_strides.row] =
+                Score::kSinks ? end(q).lse : softmax.lse(q, scale_log2);
+        });
     }
 
     // Whether any row of the block needs new statistics; they all read their lse again in
@@ -263,7 +298,13 @@ struct Forward {
             Accum* stats = static_cast<Accum*>(p.stats) +
                            (i64(w.batch) * p.num_heads + w.head) * 3 * p.stats_pitch;
             stats[row] = softmax.reference[q];
-            stats[p.stats_pitch + row] = row_sum_of<T>(softmax.sum[q]);
+            if constexpr (Score::kSinks) {
+                const RowEnd<Accum> row_end = end(q);
+                stats[p.stats_pitch + row] =
+                    sizeof(T) == 2 ? log2_of(row_end.total) + row_end.above : row_end.inverse;
+            } else {
+                stats[p.stats_pitch + row] = row_sum_of<T>(softmax.sum[q]);
+            }
         });
     }
 };
@@ -301,9 +342,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
                 forward.load_kv(next, (stage + Plan::kStages - 1) % Plan::kStages);
             cp_async_commit_group();
         }
-        const bool masked = n_block >= range.full_end || n_block < range.full_begin;
+        const bool masked = Score::kHides || n_block >= range.full_end || n_block < range.full_begin;
         if constexpr (!kTwoBodies) {
-            forward.step(o, n_block, stage, (Plan::kBand || Plan::kTail) && masked);
+            forward.step(o, n_block, stage, (kHidden || Plan::kTail) && masked);
         } else if (masked) {
             forward.step(o, n_block, stage, true);
         } else {
@@ -313,11 +354,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     }
     cp_async_wait_group<0>();
 
-    if constexpr (Plan::kBand && !Plan::kStats)
+    if constexpr (kHidden && !Plan::kStats)
         if (forward.dirty)
             restore_nonfinite<true>(o, forward.first_row() + forward.warp_row, 0, forward.v_rows(),
                                     forward.range().get().begin * Plan::kBlockN,
-                                    forward.range().get().end * Plan::kBlockN, forward.visible);
+                                    forward.range().get().end * Plan::kBlockN, forward.visible());
     forward.softmax.finish();
     if constexpr (Plan::kStats) {
         forward.store_stats();

@@ -44,7 +44,7 @@ def gpu_side():
     def kernel(plan, device_id):
         def function(device, blocks, address):
             assert device == device_id
-            launch.log.append((plan, blocks, fields_of(plan.params, address)))
+            launch.log.append((plan, blocks, fields_of(plan, address)))
 
         return function
 
@@ -107,9 +107,9 @@ class _Counter:
         self._cupy.log.append("zeroed")
 
 
-def fields_of(table, address):
+def fields_of(plan, address):
     """The struct that a launch would pass, as {name: value}; lists for strides and sizes."""
-    rows = params.TABLES[table]
+    rows = params.rows(plan.params, plan.operands)
     code = "@" + "".join(params.KINDS[kind][1] for _, kind in rows) + "0q"
     (place,) = struct.unpack("P", ctypes.string_at(address, 8))
     values = list(struct.unpack(code, ctypes.string_at(place, struct.calcsize(code))))

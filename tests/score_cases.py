@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from conftest import np_dtype
 from dense import ROUNDOFF
 
@@ -76,16 +75,11 @@ def to_home(home, options):
 
 
 def run(home, case, arrays, options, need=("q", "k", "v")):
-    """out, lse and the gradients asked for, in NumPy; skipped where the GPU has no such option."""
+    """out, lse and the gradients asked for, in NumPy."""
     q, k, v, dout, dlse = (home.to_home(arrays[n]) for n in ("q", "k", "v", "dout", "dlse"))
     keywords = {**case.options, **to_home(home, options)}
-    try:
-        (out, lse), pull = cuflash.attention_vjp(q, k, v, return_lse=True, **keywords)
-        grads = pull(dout, dlse, need=need)
-    except NotImplementedError as error:
-        if home.is_gpu and "GPU arrays cannot have them yet" in str(error):
-            pytest.skip(str(error))
-        raise
+    (out, lse), pull = cuflash.attention_vjp(q, k, v, return_lse=True, **keywords)
+    grads = pull(dout, dlse, need=need)
     found = [out, lse, *grads, *(getattr(grads, f"d{name}") for name in OPTIONAL)]
     found = [None if x is None else home.asnumpy(x) for x in found]
     return found, grads.dscore_args

@@ -270,11 +270,11 @@ def forced_tile(case, home):
 
     real = launch.forward
 
-    def forward(problem, q, k, v, out, lse, tile=None):
+    def forward(*arguments, **keywords):
         try:
-            real(problem, q, k, v, out, lse, sm90.Tile(*case.tile))
+            real(*arguments, **keywords, tile=sm90.Tile(*case.tile))
         except NotImplementedError:
-            real(problem, q, k, v, out, lse)
+            real(*arguments, **keywords)
 
     launch.forward = forward
     try:

@@ -18,13 +18,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 
 import conftest
+import numpy as np
 import pytest
+from test_launch_scores import program_of
 
 from cuflash import families, jit
 from cuflash.ahead import LENGTHS
 from cuflash.families import Access, device_of, portable, sm90
 from cuflash.plan import CPP_TYPES, Plan
 from cuflash.problem import Band, Problem
+from cuflash.score import Arg, Expr, element
+from cuflash.score_bounds import largest
+from cuflash.score_text import Gradient
 
 pytestmark = pytest.mark.skipif(
     conftest.CUPY is not None, reason="a compiler and no GPU is all it needs: the CPU suite runs it"
@@ -66,8 +71,9 @@ class Point:
             self.dtype, (1,), 4, 2, length, length, head_dim, head_dim_v, head_dim**-0.5, band
         )
 
-    def plan(self) -> Plan:
-        problem, device = self.problem(), device_of(self.capability)
+    def plan(self, problem: Problem | None = None, gradients: bool = False) -> Plan:
+        """With ``gradients`` those of every array of the problem's program."""
+        problem, device = problem or self.problem(), device_of(self.capability)
         access = Access(self.copy_bytes, 16 if self.copy_bytes == 16 else 0)
         if self.kind == "hopper":
             return sm90.forward_plan(problem, device, access)
@@ -81,7 +87,18 @@ class Point:
             need_dq=need != "kv",
             need_dkv=need != "q",
             deterministic=order == "deterministic",
+            gradients=every_gradient(problem) if gradients else (),
         )
+
+
+def every_gradient(problem: Problem) -> tuple[Gradient, ...]:
+    """Of slopes that meet in one entry, of others that do not."""
+    found = []
+    for n, (number, _, term) in enumerate(problem.program.gradients):
+        along = problem.program.args[number].name != "alibi_slopes"
+        measured = largest(term, problem) is None
+        found.append(Gradient(n, (along, along), measured, 2 if measured else 1))
+    return tuple(found)
 
 
 FORWARD_KINDS = ("forward", "stats")
@@ -125,6 +142,7 @@ def small_plans(problem: Problem, device) -> list[Plan]:
         problem, device, Access(16, 16), need_dq=True, need_dkv=True, deterministic=True
     )
     plans += [portable.cast_plan(problem, backward, whole=whole) for whole in (True, False)]
+    plans += [portable.row_norm_plan(problem.dtype)]
     return plans
 
 
@@ -270,8 +288,58 @@ def test_hopper_kernels_build_clean(nvrtc, request):
     check(compile_all(jobs))
 
 
+def score_programs() -> dict:
+    """Facts of problems with scores of the caller's, as options make them."""
+    slopes = Arg("grid", "float32", 0, "alibi_slopes")
+    bias, mask = Arg("grid", "float16", 0, "bias"), Arg("grid", "bool", 0, "mask")
+    table = Arg("free", "float32", 2, "score_args[0]")
+    cap = Arg("scalar", "float32", 0, "softcap")
+    hidden = element(2, mask)
+    bent = program_of(lambda s, i, j, cap: cap * np.tanh(s / cap), [cap])
+    biased = program_of(
+        lambda s, i, j: s + Expr(element(0, bias)) - Expr(element(1, slopes)) * abs(i - j),
+        [bias, slopes, mask],
+        hidden,
+    )
+    traced = program_of(lambda s, i, j, table: s * table[i % 4, j] + table[0, j], [table])
+    return {
+        "softcap": dict(program=bent),
+        "bias, slopes and mask": dict(program=biased),
+        "score_mod": dict(program=traced, sinks=True, dropout=True),
+    }
+
+
+# Everything at once for a dtype and architecture each, forward, statistics and backward.
+SCORE_POINTS = (
+    (90, "bfloat16", (64, 64), "softcap", "forward"),
+    (90, "float16", (128, 128), "bias, slopes and mask", "forward"),
+    (80, "float16", (128, 128), "score_mod", "forward"),
+    (75, "float16", (256, 256), "bias, slopes and mask", "forward"),
+    (80, "float32", (64, 64), "bias, slopes and mask", "stats"),
+    (86, "float64", (40, 72), "score_mod", "stats"),
+    (90, "bfloat16", (64, 64), "score_mod", "all deterministic"),
+    (90, "float16", (128, 128), "bias, slopes and mask", "all unordered"),
+    (75, "float16", (64, 64), "score_mod", "kv unordered"),
+    (80, "bfloat16", (256, 256), "softcap", "all deterministic"),
+    (120, "float32", (64, 64), "bias, slopes and mask", "q deterministic"),
+)
+
+
+def test_score_kernels_build_clean(nvrtc):
+    """Kernels with scores, masks, sinks and dropout, backward with the gradients of all arrays."""
+    jobs, programs = [], score_programs()
+    for n, (capability, dtype, dims, name, kind) in enumerate(SCORE_POINTS):
+        point = Point(capability, dtype, dims, MASKS[n % 3], 16, kind)
+        problem = replace(point.problem(), **programs[name])
+        plan = point.plan(problem, gradients=kind.startswith("all"))
+        arch = jit.architecture(*divmod(capability, 10))
+        if capability in known_architectures(nvrtc):
+            jobs.append((f"{point}, {name}", plan, arch))
+    check(compile_all(jobs))
+
+
 def test_small_kernels_build_clean(nvrtc):
-    """delta, cast and combine, for all dtypes; on Hopper and before, where additions differ."""
+    """delta, cast, row_norm and combine, for all dtypes; on Hopper and before, where additions differ."""
     jobs = []
     for capability, dtype in itertools.product((80, 90), DTYPES):
         point = Point(capability, dtype, (72, 40), "whole", 16, "all deterministic")

@@ -181,7 +181,7 @@ def test_strides_beyond_32_bits(gpu_side):
     far = np.lib.stride_tricks.as_strided(v.base, strides=(16, 16, 2**33, 2))  # never read here
     for tile in (None, TILE):
         launch.log.clear()
-        launch.forward(problem, q, k, v.view_of(far), out, lse, tile)
+        launch.forward(problem, q, k, v.view_of(far), out, lse, tile=tile)
         assert launch.log[0][2]["v_strides"][4] == 2**32
 
 
@@ -273,7 +273,7 @@ def test_backward_launches_what_is_needed(gpu_side, need):
         cupy.ndarray(x.shape, x.dtype) if need >> n & 1 else None for n, x in enumerate((q, k, v))
     )
     launch.log.clear()
-    launch.backward(problem, out, q, k, v, out, lse, lse, dq, dk, dv, True, TILE)
+    launch.backward(problem, out, q, k, v, out, lse, lse, dq, dk, dv, True, tile=TILE)
     kernels = {plan.kernel: (plan, fields) for plan, _, fields in launch.log}
     assert ("cast" in kernels) == (dq is not None)
     plan, fields = kernels["bwd_portable"]
@@ -295,7 +295,7 @@ def test_narrow_rows_are_packed_where_it_pays(gpu_side):
         for _ in range(2):  # prepared, then found
             for tile in (None, TILE):
                 launch.log.clear()
-                launch.forward(problem, q, k, v, out, lse, tile)
+                launch.forward(problem, q, k, v, out, lse, tile=tile)
                 ((plan, _, fields),) = launch.log
                 assert fields["v"] == v.data.ptr
                 if plan.kernel == "fwd_sm90":  # packed rows begin on 16 bytes: a map describes them

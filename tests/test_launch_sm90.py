@@ -60,11 +60,12 @@ def test_threads_do_not_meet_in_one_struct(gpu_side, monkeypatch):
     cupy, steps, launch = gpu_side
     problem = problem_of(length=16, num_heads=1)
     sets = [arrays_of(cupy, problem) for _ in range(4)]
+    (plan,) = launch.plans_of(problem, *sets[0])
     wrong, meet = [], threading.Barrier(4)
 
     def kernel(device_id, blocks, address):
         meet.wait(10)  # all four structs are filled
-        fields = fields_of("forward_sm90", address)
+        fields = fields_of(plan, address)
         seen.append((fields["out"], mapped(fields["q_map"])[2]))
 
     monkeypatch.setattr(jit, "kernel", lambda plan, device_id: kernel)
@@ -145,17 +146,17 @@ def test_a_tile_asks_for_its_family(gpu_side):
     hopper = sm90.Tile(64, 64, 2)
     for tile, kernel in ((None, "fwd_sm90"), (TILE, "fwd_portable"), (hopper, "fwd_sm90")):
         launch.log.clear()
-        launch.forward(problem, *arrays, tile)
+        launch.forward(problem, *arrays, tile=tile)
         plan = launch.log[0][0]
         assert plan.kernel == kernel and (tile is None or plan["kBlockM"] == 64)
     with pytest.raises(NotImplementedError, match="sm90: it multiplies 16-bit types"):
         other = problem_of("float32", length=16)
-        launch.forward(other, *arrays_of(cupy, other), sm90.Tile(64, 64, 2))
+        launch.forward(other, *arrays_of(cupy, other), tile=sm90.Tile(64, 64, 2))
     q, k, v, out, lse = arrays
     hopper = sm90_backward.Tile(64, 128)
     for tile, kernel in ((None, "bwd_sm90"), (TILE, "bwd_portable"), (hopper, "bwd_sm90")):
         launch.log.clear()
-        launch.backward(problem, out, q, k, v, out, lse, None, q, k, v, True, tile)
+        launch.backward(problem, out, q, k, v, out, lse, None, q, k, v, True, tile=tile)
         assert launch.log[2][0].kernel == kernel
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import score_text
 from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
+from ..score_text import Options
 
 NAME = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -104,6 +106,24 @@ BACKWARD_TILES = {
     ),
 }
 
+# With scores of the caller's (score_text.py), which need registers of their own: half the rows for
+# 16-bit types. Not timed yet.
+SCORE_FORWARD_TILES = {
+    (2, 64): (Tile(64, 64, 4, 2, 2),),
+    (2, 128): (Tile(64, 32, 4, 2, 2), Tile(64, 32, 4, 1)),
+    (2, 256): (Tile(64, 32, 4, 2, 1, 2), Tile(64, 16, 4, 1, 1, 2)),
+}
+SCORE_BACKWARD_TILES = {
+    (2, 64): (Tile(32, 64, 4, 2, 2), Tile(32, 64, 4, 1, 2)),
+    (2, 128): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 64, 8, 1, 1, 1, 2)),
+    (2, 192): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 32, 4, 1, 1, 1, 2)),
+}
+# The same below sm_80, whose products take more registers.
+OLD_SCORE_BACKWARD_TILES = {
+    (2, 64): (Tile(32, 64, 8, 2, 1, 1, 2), Tile(32, 64, 8, 1, 1, 1, 2)),
+    (2, 256): (Tile(16, 32, 2, 1, 1, 4),),
+}
+
 
 def reject(problem, device, access) -> str | None:
     """Why this family cannot run the problem, or None."""
@@ -121,7 +141,7 @@ def _sliced(head_dim: int, tile: Tile) -> int:
     return round_up(-(-head_dim // tile.slices), 16 * tile.share)
 
 
-def _forward_tiles(problem, device, access):
+def _forward_tiles(problem, device, access, options):
     """The table that holds for a call."""
     conditions = (problem.band is not None, access.load_bytes == 0)
     recent = device.capability >= 100
@@ -130,6 +150,16 @@ def _forward_tiles(problem, device, access):
         **FORWARD_TILES,
         **(LEAN_FORWARD_TILES if lean else {}),
         **(RECENT_FORWARD_TILES if recent else {}),
+        **(SCORE_FORWARD_TILES if options else {}),
+    }
+
+
+def _backward_tiles(device, options):
+    old = options and device.capability < 80
+    return {
+        **BACKWARD_TILES,
+        **(SCORE_BACKWARD_TILES if options else {}),
+        **(OLD_SCORE_BACKWARD_TILES if old else {}),
     }
 
 
@@ -232,9 +262,10 @@ def forward_plan(
     """The plan of fwd_portable.cu. With ``stats`` the pass that refines row statistics for
     backward.
     """
+    options = Options.of(problem, stats=stats)
     tile, smem = _tile_of(
         "forward",
-        _forward_tiles(problem, device, access),
+        _forward_tiles(problem, device, access, options),
         problem,
         device,
         tile,
@@ -248,7 +279,15 @@ def forward_plan(
         ("kStoreBytes", 0 if stats else access.store_bytes),
         ("kStats", stats),
     ]
-    return Plan("fwd_portable", "forward", 32 * tile.warps, smem, tuple(constants))
+    return Plan(
+        "fwd_portable",
+        "forward",
+        32 * tile.warps,
+        smem,
+        tuple(constants),
+        score=score_text.text(options),
+        operands=score_text.rows(options, forward=True),
+    )
 
 
 def backward_plan(
@@ -259,13 +298,16 @@ def backward_plan(
     need_dq: bool,
     need_dkv: bool,
     deterministic: bool,
+    gradients: tuple = (),
     tile: Tile | None = None,
 ) -> Plan:
-    """The plan of bwd_portable.cu."""
+    """The plan of bwd_portable.cu. ``gradients``: as in score_text.Options."""
     def smem_of(tile):
         return backward_smem(problem, tile, need_dq)
 
-    tile, smem = _tile_of("backward", BACKWARD_TILES, problem, device, tile, smem_of)
+    options = Options.of(problem, gradients=gradients)
+    table = _backward_tiles(device, options)
+    tile, smem = _tile_of("backward", table, problem, device, tile, smem_of)
     slice_dim = _sliced(problem.head_dim, tile)
     slice_dim_v = _sliced(problem.head_dim_v, tile)
     along_m, along_d = _dq_warps(tile, slice_dim)
@@ -286,7 +328,15 @@ def backward_plan(
         ("kNeedDkv", need_dkv),
         ("kDeterministic", deterministic),
     ]
-    return Plan("bwd_portable", "backward", 32 * tile.warps, smem, tuple(constants))
+    return Plan(
+        "bwd_portable",
+        "backward",
+        32 * tile.warps,
+        smem,
+        tuple(constants),
+        score=score_text.text(options),
+        operands=score_text.rows(options, forward=False),
+    )
 
 
 def _accum_vector(problem, device) -> bool:
@@ -321,6 +371,12 @@ def cast_plan(problem, backward: Plan, *, whole: bool) -> Plan:
         ("kStoreBytes", 16 if whole and ITEM_BYTES[problem.dtype] == 2 else 0),
     )
     return Plan("cast", "cast", 256, 0, constants)
+
+
+def row_norm_plan(dtype: str) -> Plan:
+    """The plan of row_norm.cu."""
+    constants = (("Element", CPP_TYPES[dtype]), ("kWarps", 4), ("kBlockRows", 64))
+    return Plan("row_norm", "row_norm", 128, 0, constants)
 
 
 def combine_plan(dtype: str) -> Plan:

@@ -65,6 +65,14 @@ def reject(problem, device, access) -> str | None:
         return f"it multiplies 16-bit types, not {problem.dtype}"
     if len(problem.batch) > MAX_BATCH_DIMS:
         return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
+    asked = {
+        "score or mask": problem.program is not None,
+        "sinks": problem.sinks,
+        "dropout": problem.dropout,
+    }
+    if any(asked.values()):
+        names = ", ".join(name for name, on in asked.items() if on)
+        return f"its kernels do not compute {names}"
     if problem.num_heads >= 2**31:
         return f"{problem.num_heads} heads: the coordinates of a tensor map have 31 bits"
     if access.unmapped is not None:

@@ -133,3 +133,26 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
                            : reference[q] * (scale * Accum(kLn2)) + log_of(sum[q]);
     }
 };
+
+// The end of a row that a sink joins: a score beside those of the keys, with no value to add. The
+// scores are in natural units, as the sink is.
+//
+//     above = max(reference, sink)    total = sum exp(reference - above) + exp(sink - above)
+template <class Accum> struct RowEnd {
+    Accum above;  // by how much the sink exceeds the reference, or 0
+    Accum total;  // relative to the larger of the two
+    Accum lse;
+    Accum inverse;  // what the output, relative to the reference, is multiplied by
+
+    __device__ __forceinline__ RowEnd(Accum reference, Accum sum, Accum sink) {
+        constexpr double kLog2e = 1.44269504088896340736;
+        const Accum distance = (sink - reference) * Accum(kLog2e);
+        const bool sink_leads = sum == 0 || distance > 0;
+        const Accum factor = sum == 0 ? Accum(0) : exp2_of(sink_leads ? -distance : Accum(0));
+        above = sink_leads ? distance : Accum(0);
+        total = sum * factor + (sink_leads ? Accum(1) : exp2_of(distance));
+        lse = (sink_leads ? sink : reference) + log_of(total);
+        if (sum == 0) lse = sink;
+        inverse = factor / total;
+    }
+};

@@ -12,9 +12,8 @@
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma_sync.cuh"
 #include "../ptx/misc.cuh"
+#include "lanes.cuh"
 #include "smem_tile.cuh"
-
-__device__ __forceinline__ int lane_id() { return threadIdx.x % kWarpSize; }
 
 // Addresses for ldmatrix: lanes 8i .. 8i + 7 hold the rows of matrix i. `kDown` says whether matrix
 // 1 lies below matrix 0 (and 2 beside it) or beside it (and 2 below).

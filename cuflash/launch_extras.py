@@ -1,0 +1,135 @@
+"""A call's operands beside q, k and v, as kernels take them: the values of the rows that
+score_text.py adds to their parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from . import launch_steps as steps
+from .params import BATCH_DIMS
+from .score_text import Options
+
+_MASK = 2**64 - 1
+STEPS_OF_KEEP = 256  # the probability that dropout keeps a weight is a multiple of their inverse
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What one launch reads, and where it sums gradients."""
+
+    args: tuple = ()  # arrays, or the 64 bits of numbers
+    sinks: Any = None
+    seed: int = 0
+    seed_array: Any = None
+    keep_limit: int = STEPS_OF_KEEP
+    first_batch: int = 0  # of all leading axes, where a call runs in several launches
+    sums: dict = field(default_factory=dict)  # argument -> launch_gradients.Sums
+
+    @classmethod
+    def of(cls, problem, extras) -> Operands:
+        """Those of a call; numbers become words, sinks take the scores' dtype."""
+        if not Options.of(problem):
+            return NONE
+        specs = () if problem.program is None else problem.program.args
+        args = tuple(_operand(spec, x) for spec, x in zip(specs, extras.args, strict=True))
+        sinks, seed, seed_array = extras.sinks, 0, None
+        if problem.sinks:
+            sinks = sinks.astype(problem.lse_dtype, copy=False)
+        if problem.dropout:
+            if isinstance(extras.seed, (int, np.integer)):
+                seed = int(extras.seed) & _MASK
+            else:
+                seed_array = extras.seed
+                if seed_array.itemsize != 8:
+                    seed_array = seed_array.astype(np.int64)
+        limit = min(max(round(extras.keep * STEPS_OF_KEEP), 1), STEPS_OF_KEEP)
+        return cls(args, sinks, seed, seed_array, limit, extras.first_batch)
+
+    def at(self, problem, index) -> Operands:
+        """Those of one of the launches of `launch_steps.outer`, which are numbered by ``index``."""
+        inner = math.prod(problem.batch[len(index) :])
+        number = int(np.ravel_multi_index(index, problem.batch[: len(index)]))
+        specs = () if problem.program is None else problem.program.args
+        args = tuple(
+            x[index] if spec.kind == "grid" else x for spec, x in zip(specs, self.args)
+        )
+        return replace(
+            self,
+            args=args,
+            sinks=None if self.sinks is None else self.sinks[index],
+            first_batch=self.first_batch + number * inner,
+            sums={n: sums.at(index) for n, sums in self.sums.items()},
+        )
+
+    @property
+    def arrays(self) -> dict:
+        """By the names of their rows."""
+        found = {f"arg{n}": x for n, x in enumerate(self.args) if not isinstance(x, int)}
+        found.update(sinks=self.sinks, seed=self.seed_array)
+        return {name: x for name, x in found.items() if x is not None}
+
+    def key(self) -> tuple:
+        """What two calls must share to share their preparation."""
+        if self is NONE:
+            return ()
+        arrays = self.arrays.values()
+        strides = tuple((x.shape, x.strides, x.data.ptr % x.itemsize) for x in arrays)
+        return (*strides, self.keep_limit, tuple(s.key() for s in self.sums.values()))
+
+    # The next two go through the rows of score_text.rows, in its order.
+
+    def words(self, options: Options) -> tuple | list:
+        """The values of the rows that each launch writes."""
+        if not options:
+            return ()
+        found = [self.first_batch]
+        found += [x if isinstance(x, int) else x.data.ptr for x in self.args]
+        if options.sinks:
+            found += [self.sinks.data.ptr]
+        if options.dropout:
+            found += [self.seed, 0 if self.seed_array is None else self.seed_array.data.ptr]
+        for n in options.summed:
+            found += self.sums[n].words()
+        return found
+
+    def rest(self, problem, options: Options, forward: bool) -> tuple | list:
+        """The values of the others."""
+        if not options:
+            return ()
+        found = []
+        for spec, x in zip(options.args, self.args):
+            if spec.kind == "grid":
+                found += steps.all_strides(problem, x)
+            elif spec.kind == "free":
+                found += [
+                    value
+                    for size, stride in zip(x.shape, x.strides)
+                    for value in (size, stride // x.itemsize)
+                ]
+        if options.sinks:
+            found += steps.all_strides(problem, self.sinks)
+        if options.dropout:
+            found += [self.keep_limit]
+        for n in options.summed:
+            sums = self.sums[n]
+            found += [sums.count]
+            if options.args[n].kind == "grid":
+                found += [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides
+        return [*found, problem.scale] if forward else found
+
+
+NONE = Operands()
+
+
+def _operand(spec, x):
+    if spec.kind != "scalar":
+        return x
+    if spec.dtype.startswith("int"):
+        return int(x) & _MASK
+    return struct.unpack("Q", struct.pack("d", float(x)))[0]

@@ -1,0 +1,71 @@
+// Which weights dropout keeps: a pure function of the seed and of (batch, head, query, key), so that
+// no tile and no kernel changes a bit.
+#pragma once
+#include "../ptx/misc.cuh"
+#include "../tile/bits.cuh"
+#include "philox.cuh"
+
+// One call of Philox serves sixteen keys with a byte each. Lanes that hold parts of the same sixteen
+// share their calls: each makes one and passes on which bytes are below the limit.
+struct Dropout {
+    u64 seed;
+    u32 limit;  // 1 .. 256; a weight is kept when its byte is below: keep = limit / 256
+    u32 batch, head;
+
+    // Bit n: whether key 16 * group + n is kept for query i.
+    __device__ __forceinline__ u32 sixteen(u32 group, u32 i) const {
+        u32 bytes[4] = {group, i, head, batch};
+        philox(bytes, u32(seed), u32(seed >> 32));
+        u32 kept = 0;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) kept |= bytes_below(bytes[n], limit) << 4 * n;
+        return limit < 256 ? kept : 0xffffu;
+    }
+
+    // For scores with queries as rows: a quad shares rows, two lanes' worth of keys to a column tile.
+    template <class Bits>
+    __device__ __forceinline__ void keep(Bits& kept, int first_i, int first_j) const {
+        static_assert(Bits::kColTiles % 2 == 0, "sixteen keys are two column tiles");
+        constexpr int kCalls = Bits::kColTiles;  // a row tile's: two rows, half as many pairs
+        const int g = lane_id() / 4, t = lane_id() % 4;
+        kept.fill(false);
+#pragma unroll
+        for (int m = 0; m < Bits::kRowTiles; ++m)
+#pragma unroll
+            for (int first = 0; first < kCalls; first += 4) {
+                const int own = first + t;
+                const u32 mine = sixteen(u32(first_j) / 16 + own / 2,
+                                         u32(first_i + 16 * m + g + 8 * (own % 2)));
+#pragma unroll
+                for (int other = 0; other < min_of(4, kCalls - first); ++other) {
+                    const int call = first + other, n = call / 2 * 2, r = call % 2 * 2;
+                    const u32 bits =
+                        __shfl_sync(kFullWarp, mine, (lane_id() & ~3) + other) >> 2 * t;
+                    kept.add(m, n, r, bits & 3);
+                    kept.add(m, n + 1, r, bits >> 8 & 3);
+                }
+            }
+    }
+    // For transposed scores: the lanes with the same t share queries, a row tile is sixteen keys.
+    template <class Bits>
+    __device__ __forceinline__ void keep_transposed(Bits& kept, int first_j, int first_i) const {
+        constexpr int kCalls = 2 * Bits::kColTiles;  // a row tile's
+        const int g = lane_id() / 4, t = lane_id() % 4;
+        kept.fill(false);
+#pragma unroll
+        for (int m = 0; m < Bits::kRowTiles; ++m)
+#pragma unroll
+            for (int first = 0; first < kCalls; first += 8) {
+                const int own = first + g;
+                const u32 mine = sixteen(u32(first_j) / 16 + m,
+                                         u32(first_i + 8 * (own / 2) + 2 * t + own % 2));
+#pragma unroll
+                for (int other = 0; other < min_of(8, kCalls - first); ++other) {
+                    const int call = first + other;
+                    const u32 bits = __shfl_sync(kFullWarp, mine, 4 * other + t) >> g;
+                    kept.add(m, call / 2, call % 2, bits & 1);
+                    kept.add(m, call / 2, 2 + call % 2, bits >> 8 & 1);
+                }
+            }
+    }
+};
