@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 _TOKENS = 16384  # batch * seqlen of the GPU tables: the convention of the FlashAttention papers
 _WIDTH = 2048  # heads * head_dim, likewise
 
@@ -23,12 +25,19 @@ class Case:
     head_dim: int
     causal: bool = False
     host: bool = field(default=False)  # the host's time a call counts, not the device's
+    kv_heads: int = 0  # 0: as many as heads
+    seqlen_k: int = 0  # 0: seqlen
+    head_dim_v: int = 0  # 0: head_dim
+    left: int | None = None  # with causal: keys before a query's own that it sees
 
     @property
     def name(self):
         mask = "causal" if self.causal else "full"
-        sizes = f"b{self.batch} h{self.heads} n{self.seqlen} d{self.head_dim}"
-        return f"{self.way} {self.dtype} {sizes} {mask}"
+        mask += f" window {self.left + 1}" if self.left is not None else ""
+        heads = f"h{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads else "")
+        lengths = f"n{self.seqlen}" + (f"x{self.seqlen_k}" if self.seqlen_k else "")
+        dims = f"d{self.head_dim}" + (f",{self.head_dim_v}" if self.head_dim_v else "")
+        return f"{self.way} {self.dtype} b{self.batch} {heads} {lengths} {dims} {mask}"
 
     @property
     def unit(self):
@@ -36,17 +45,36 @@ class Case:
         return "us" if self.host else "TFLOP/s" if self.home == "gpu" else "GFLOP/s"
 
     @property
-    def shape(self):
-        return (self.batch, self.heads, self.seqlen, self.head_dim)
+    def shapes(self):
+        """Of q, k, v and dout."""
+        head_dim_v, keys = self.head_dim_v or self.head_dim, self.seqlen_k or self.seqlen
+        query = (self.batch, self.heads, self.seqlen)
+        key = (self.batch, self.kv_heads or self.heads, keys)
+        return (
+            (*query, self.head_dim), (*key, self.head_dim), (*key, head_dim_v), (*query, head_dim_v),
+        )  # fmt: skip
+
+    @property
+    def pairs(self):
+        """Unmasked pairs of query and key of a head: half of all when causal without a window, as
+        the FlashAttention papers count, else exactly.
+        """
+        rows, keys = self.seqlen, self.seqlen_k or self.seqlen
+        if not self.causal:
+            return rows * keys
+        if self.left is None and rows == keys:
+            return rows * keys / 2
+        last = np.arange(keys - rows, keys)
+        first = np.maximum(0, last - (keys if self.left is None else self.left))
+        return int((last - first + 1).sum())
 
     @property
     def flop(self):
-        """4 B H L S D, halved when causal, 2.5 times that for the backward pass: products only,
-        recompute included.
+        """Two for each multiplication of a product, by unmasked pairs, 2.5 times that for the
+        backward pass: products only, recompute included.
         """
-        forward = (
-            4 * self.batch * self.heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
-        )
+        dims = self.head_dim + (self.head_dim_v or self.head_dim)
+        forward = 2 * self.batch * self.heads * self.pairs * dims
         return forward * (2.5 if self.way == "bwd" else 1)
 
 
@@ -54,10 +82,28 @@ def _gpu(way):
     return [
         Case(way, "gpu", dtype, _TOKENS // n, _WIDTH // d, n, d, causal)
         for dtype in ("bfloat16", "float16")
-        for d in (64, 128)
-        for n in (2048, 4096, 8192, 16384)
+        for d in (64, 128, 256)
+        for n in (512, 1024, 2048, 4096, 8192, 16384)
         for causal in (False, True)
     ]
+
+
+def _shapes(way):
+    """What differs from the square problems of one head dim in some way, beside those."""
+    def case(d, n=4096, causal=False, **other):
+        width = max(d, other.get("head_dim_v", 0))
+        return Case(
+            way, "gpu", "bfloat16", max(1, _TOKENS // n), _WIDTH // width, n, d, causal, **other
+        )
+
+    both = (False, True)
+    cases = [case(d, causal=causal) for d in (64, 96, 128, 192, 256) for causal in both]
+    cases += [case(d, head_dim_v=128, causal=causal) for d in (64, 192) for causal in both]
+    cases += [case(d, causal=causal) for d in (40, 72, 80, 112) for causal in both]
+    cases += [case(128, kv_heads=kv, causal=causal) for kv in (4, 2) for causal in both]
+    cases += [case(128, 2048, seqlen_k=8192, causal=causal) for causal in both]
+    cases += [case(d, 16384, True, left=left) for d in (64, 128) for left in (None, 1023)]
+    return cases
 
 
 def _wide():
@@ -84,4 +130,11 @@ def _cpu():
     return [Case(way, "cpu", dtype, *shape) for way, dtype in runs for shape in shapes]
 
 
-SETS = {"fwd": _gpu("fwd"), "bwd": _gpu("bwd"), "wide": _wide(), "host": _host(), "cpu": _cpu()}
+SETS = {
+    "fwd": _gpu("fwd"),
+    "bwd": _gpu("bwd"),
+    "shapes": _shapes("fwd") + _shapes("bwd"),
+    "wide": _wide(),
+    "host": _host(),
+    "cpu": _cpu(),
+}

@@ -26,10 +26,10 @@ def arrays(case, cupy, seed=0):
     """q, k, v and dout of a case, normal random numbers, on the case's home."""
     if case.home == "cpu":
         rng = np.random.default_rng(seed)
-        return [rng.standard_normal(case.shape).astype(case.dtype) for _ in range(4)]
+        return [rng.standard_normal(shape).astype(case.dtype) for shape in case.shapes]
     rng = cupy.random.default_rng(seed)
     dtype = _numpy_dtype(case.dtype)
-    return [rng.standard_normal(case.shape, dtype=np.float32).astype(dtype) for _ in range(4)]
+    return [rng.standard_normal(x, dtype=np.float32).astype(dtype) for x in case.shapes]
 
 
 def _numpy_dtype(name):
@@ -42,15 +42,17 @@ def _numpy_dtype(name):
 
 def _cuflash(deterministic):
     def prepare(case, q, k, v, dout):
-        causal = case.causal
+        options = {"causal": case.causal}
+        if case.left is not None:
+            options["window"] = (case.left, None)
         if case.way == "fwd":
             if not deterministic:
                 raise Skip("the forward pass is always deterministic")
-            out = q.copy()
-            return lambda: cuflash.attention(q, k, v, causal=causal, out=out)
-        out, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
+            out = dout.copy()
+            return lambda: cuflash.attention(q, k, v, out=out, **options)
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
         return lambda: cuflash.attention_backward(
-            dout, q, k, v, out, lse, causal=causal, deterministic=deterministic
+            dout, q, k, v, out, lse, deterministic=deterministic, **options
         )
 
     return prepare
@@ -66,6 +68,7 @@ def _eager(case, q, k, v, dout):
         raise Skip("eager CuPy is timed in float16, float32 and float64")
     import cupy
 
+    _square(case)
     hidden = ~cupy.tri(case.seqlen, dtype=bool) if case.causal else None
     scale = q.dtype.type(case.head_dim**-0.5)
 
@@ -100,6 +103,7 @@ def _sdpa(backend):
     def prepare(case, q, k, v, dout):
         if backend == "MATH" and case.dtype != "float64":
             raise Skip("the unfused path is timed where no fused one exists, in float64")
+        _maskable(case)
         torch, (q, k, v, dout) = _torch(case, q, k, v, dout)
         from torch.nn import attention, functional
 
@@ -108,7 +112,9 @@ def _sdpa(backend):
 
         def forward():
             with attention.sdpa_kernel(kind) if kind is not None else contextlib.nullcontext():
-                return functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+                return functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=case.causal, enable_gqa=case.kv_heads > 0
+                )
 
         kind = getattr(attention.SDPBackend, backend) if backend else None
         return _with_autograd(torch, case, forward, (q, k, v), dout)
@@ -116,7 +122,18 @@ def _sdpa(backend):
     return prepare
 
 
+def _maskable(case):
+    if case.left is not None or (case.causal and case.seqlen_k not in (0, case.seqlen)):
+        raise Skip("it has no window, and its causal mask is the top left one")
+
+
+def _square(case):
+    if case.kv_heads or case.seqlen_k or case.left is not None:
+        raise Skip("it is timed for as many keys as queries, of as many heads")
+
+
 def _flash3(case, q, k, v, dout):
+    _square(case)
     if case.way != "fwd":
         raise Skip("fa3-fwd has the forward pass only")
     _sixteen_bit(case)
@@ -129,6 +146,7 @@ def _flash3(case, q, k, v, dout):
 
 
 def _flash4(case, q, k, v, dout):
+    _square(case)
     _sixteen_bit(case)
     module = _need("flash_attn.cute")
     torch, tensors = _torch(case, q, k, v, dout)

@@ -11,9 +11,10 @@ from .plan import CPP_TYPES, ITEM_BYTES, Plan
 from .prebuild import Record, build_all
 from .problem import Band, Problem
 
-# Lengths that every tile divides, and that none does, with many keys and with few (FEW_KEYS in
-# families/sm90.py): without a band it is compiled in whether a sequence ends inside a block.
-LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 1280, 1000)
+# Lengths that every tile divides, and that none does, with many keys and with few, for which
+# families/sm90.py has tiles of their own: without a band it is compiled in whether a sequence ends
+# inside a block.
+LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 768, 1000, 384)
 
 
 def _parse(arch: str | None) -> tuple[str, Device]:
@@ -65,7 +66,7 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
     item = ITEM_BYTES[problem.dtype]
     vector = problem.head_dim_v * item % 16 == 0
     plans.append(portable.delta_plan(problem, vector=vector, dlse=False))
-    pairs = problem.head_dim * item % max(2 * item, 4) == 0
+    whole = problem.head_dim * item % 16 == 0
     for access in contiguous_accesses(problem, True):
         family, _ = choose(problem, device, access, "backward")
         plans.append(portable.forward_plan(problem, device, access, stats=True))
@@ -75,7 +76,7 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
             )
             for deterministic in (True, False)
         ]
-        plans.append(portable.cast_plan(problem, plans[-1], pair_store=pairs))
+        plans.append(portable.cast_plan(problem, plans[-1], whole=whole))
     return plans
 
 
@@ -130,7 +131,7 @@ def compile_ahead(
     for dtype, (head_dim, head_dim_v), banded in itertools.product(
         dtypes, zip(head_dims, values), causal
     ):
-        for length in LENGTHS[:1] if banded else LENGTHS:
+        for length in LENGTHS:
             problem = Problem(
                 dtype=dtype,
                 batch=(1,),

@@ -44,7 +44,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
         at = (..., part.rows, slice(None))
         kv = [x[..., part.keys, :] for x in (k, v)]
         numbers = [x if x is None else x[..., part.rows] for x in (lse, dlse)]
-        rows = _Rows(part.problem, dout[at], q[at], *kv, out[at], *numbers, part.dtype)
+        rows = _Rows(part, dout[at], q[at], *kv, out[at], *numbers)
         dq_part = dq if dq is None else dq[at]
         if part is main:
             _backward(rows, *kv, dq_part, dk, dv, early)
@@ -111,17 +111,16 @@ def _chunk_tasks(problem):
 class _Rows:
     """What backward needs of each query row, beside q and dout: shift, norm and delta.
 
-    p is exp(s - shift) / norm, and norm is inf where the row sees nothing. Where the dtype is wider
-    than that of out and lse, their lost digits are computed again.
+    p is exp(s - shift) / norm, and norm is inf where the row sees nothing. Where the part says so,
+    the digits that out and lse lost to their dtypes are computed again.
     """
 
-    def __init__(self, problem, dout, q, k, v, out, lse, dlse, dtype):
-        self.problem, self.dtype = problem, dtype
+    def __init__(self, part, dout, q, k, v, out, lse, dlse):
+        self.problem, self.dtype, self.restores = part.problem, part.dtype, part.restores
         self.dout, self.q, self.k, self.v = dout, q, k, v
         self.out, self.lse, self.dlse = out, lse, dlse
-        self.restores = dtype == np.float64 and problem.dtype != "float64"
-        shape = problem.batch + (problem.num_heads, problem.seqlen_q, 1)
-        self.shift, self.norm, self.delta = (np.empty(shape, dtype) for _ in range(3))
+        shape = self.problem.batch + (self.problem.num_heads, self.problem.seqlen_q, 1)
+        self.shift, self.norm, self.delta = (np.empty(shape, self.dtype) for _ in range(3))
 
     def measure(self, task, scratch):
         """Fill in a block of rows; a task of the pool."""

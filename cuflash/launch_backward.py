@@ -147,8 +147,8 @@ def _main_step(
 
 
 def _cast_step(problem, main: Plan, dq, rows: int, accum_pitch: int) -> Step:
-    pairs = steps.width(dq) >= 2 * ITEM_BYTES[problem.dtype]
-    plan = portable.cast_plan(problem, main, pair_store=pairs)
+    whole = steps.whole_rows(dq, problem.head_dim)
+    plan = portable.cast_plan(problem, main, whole=whole)
     blocks = -(-problem.seqlen_q // plan["kBlockRows"])
     return Step.of(
         plan,

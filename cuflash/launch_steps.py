@@ -46,6 +46,18 @@ def device_facts(device_id: int) -> Device:
     )
 
 
+def stream_id(stream) -> int:
+    """The number of a CuPy stream, which no other stream of the process ever has: a handle may come
+    again while the work of its first stream still runs.
+    """
+    from cuda.bindings import driver
+
+    error, number = driver.cuStreamGetId(stream.ptr)
+    if int(error) != 0:
+        raise RuntimeError(f"cuStreamGetId: {error.name}")
+    return int(number)
+
+
 # ---- views -----------------------------------------------------------------------------------
 
 

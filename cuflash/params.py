@@ -75,6 +75,7 @@ TABLES = {
         ("q_map", "map"),
         ("k_map", "map"),
         ("v_map", "map"),
+        ("out_map", "map"),
         ("v", "in"),
         ("out", "out"),
         ("lse", "out"),

@@ -37,6 +37,8 @@ def gpu_side():
         patch.delitem(sys.modules, f"cuflash.{name}", raising=False)
     steps, backward, launch = (importlib.import_module(f"cuflash.{name}") for name in _MODULES)
     steps.device_facts = lambda device_id: HOPPER
+    cupy.stream_number = 0
+    steps.stream_id = lambda stream: cupy.stream_number
     launch.log = []
 
     def kernel(plan, device_id):

@@ -249,7 +249,14 @@ def place(home, case, arrays=None):
 
 # Tiles of the Hopper family that fit its shared memory at every head dimension, with one, two and
 # three warpgroups of consumers; the last one's registers hold values of up to 128 dimensions.
-HOPPER_TILES = ((64, 64, 2), (128, 64, 2), (192, 48, 2))
+HOPPER_TILES = (
+    (64, 64, 2),
+    (128, 64, 2),
+    (192, 48, 2),
+    # late, in turns, one place for queries, lazy; then not fused, late, every block for everybody
+    (192, 48, 3, True, True, True, 1, True),
+    (128, 48, 2, False, True, False, 2, False, False),
+)
 
 
 @contextlib.contextmanager

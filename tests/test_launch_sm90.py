@@ -19,7 +19,7 @@ def test_hopper_forward_passes_the_facts_of_a_call(gpu_side, band, length):
     cupy, _, launch = gpu_side
     problem = problem_of("bfloat16", 72, 40, length, 33, batch=(2, 3), band=band, num_heads=6)
     q, k, v, out, lse = arrays_of(cupy, replace(problem, num_kv_heads=2))
-    launch.log.clear(), cupy.log.clear()
+    launch.log.clear(), cupy.log.clear(), launch._tickets.clear()
     launch.forward(replace(problem, num_kv_heads=2), q, k, v, out, lse)
     ((plan, blocks, fields),) = launch.log
     assert plan.kernel == "fwd_sm90" and plan["Element"] == "bf16"
@@ -33,7 +33,7 @@ def test_hopper_forward_passes_the_facts_of_a_call(gpu_side, band, length):
     assert fields["num_blocks"] == -(-length // plan["kBlockM"])
     assert fields["num_work"] == 36 * fields["num_blocks"]
     assert blocks == min(fields["num_work"], HOPPER.num_sms)
-    # A counter only where blocks draw more than their first piece, and zeroed each time.
+    # A counter only where blocks draw more than their first piece.
     uneven = band is not None or length % plan["kBlockM"] != 0
     drawn = uneven and fields["num_work"] > blocks
     assert (fields["ticket"] != 0) == drawn and cupy.log == ["zeroed"] * drawn
@@ -87,6 +87,18 @@ def test_more_work_than_32_bits_count_is_an_error(gpu_side):
     problem = problem_of(length=192 * 2**16, batch=(2**8, 2**8))
     with pytest.raises(NotImplementedError, match="8589934592 pieces of work"):
         launch._sm90_step(problem, HOPPER, plan, None, None, None, None, None)
+
+
+def test_a_stream_has_one_counter(gpu_side, monkeypatch):
+    """Zeroed once: kernels leave it at 0, and those of one stream never meet."""
+    cupy, _, launch = gpu_side
+    problem = problem_of(length=7000, batch=(9,), band=Band(-7000, 0), num_heads=4)
+    arrays = arrays_of(cupy, problem)
+    launch._tickets.clear(), cupy.log.clear()
+    for number in (7, 8, 7, 8, 7):
+        monkeypatch.setattr(cupy, "stream_number", number)
+        launch.forward(problem, *arrays)
+    assert list(launch._tickets) == [(0, 7), (0, 8)] and cupy.log == ["zeroed"] * 2
 
 
 def test_a_graph_keeps_its_counter(gpu_side, monkeypatch):

@@ -34,7 +34,8 @@ def test_a_pool_builds_each_kernel_once(nvrtc, cache):
     assert {record.plan for record in records} == set(PLANS)
     assert len(records) == len(PLANS)
     assert all(jit.is_built(plan, ARCH) for plan in PLANS)
-    assert all(record.registers > 0 for record in records if not record.cached)
+    # Some compilers report nothing.
+    assert all(record.registers is None or record.registers > 0 for record in records)
 
 
 def _worker(plan, arch):

@@ -346,24 +346,29 @@ def _accum_vector(problem, device) -> bool:
 
 def delta_plan(problem, *, vector: bool, dlse: bool) -> Plan:
     """The plan of delta.cu."""
+    pieces = -(-problem.head_dim_v * ITEM_BYTES[problem.dtype] // 16)
+    lanes = min(32, 1 << (pieces - 1).bit_length()) if vector else 32
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kWarps", 4),
-        ("kBlockRows", 32),
+        ("kRowLanes", lanes),
+        ("kBlockRows", 4 * 128 // lanes),  # four a group of lanes
         ("kVector", vector),
         ("kDlse", dlse),
     )
     return Plan("delta", "delta", 128, 0, constants)
 
 
-def cast_plan(problem, backward: Plan, *, pair_store: bool) -> Plan:
-    """The plan of cast.cu, which reads what ``backward`` accumulated."""
+def cast_plan(problem, backward: Plan, *, whole: bool) -> Plan:
+    """The plan of cast.cu, which reads what ``backward`` accumulated; ``whole``: rows of dq start
+    and end on 16 bytes.
+    """
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kThreads", 256),
-        ("kBlockRows", 32),
+        ("kBlockRows", 64),
         ("kAccumTiles", backward["kAccumTiles"]), ("kAccumVector", backward["kAccumVector"]),
-        ("kPairStore", pair_store),
+        ("kStoreBytes", 16 if whole and ITEM_BYTES[problem.dtype] == 2 else 0),
     )
     return Plan("cast", "cast", 256, 0, constants)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plan import CPP_TYPES, Plan, round_up, tile_bytes
+from ..plan import CPP_TYPES, Plan, round_up
 
 NAME = "sm90"
 DIRECTIONS = ("forward",)
@@ -22,23 +22,37 @@ class Tile:
     fused: bool = True  # the exponent by one multiply-add (attn/softmax.cuh)
     late: bool = False  # exponentials before the block's maximum is known
     turns: bool = False  # warpgroups start their products in turn
+    q_slots: int = 2  # pieces for which there is room for queries, if there is
+    # With a band: look for hidden inf and NaN only where an output is not finite.
+    lazy: bool = False
     skip: bool = True  # with a band, each warpgroup leaves out blocks that its own rows do not see
 
 
-# By largest padded head dimension: with a band or few keys, and without, as measured at 1024 to
-# 16384 (fwd_sm90.cu has the figures).
+# By the largest head dimensions that a row serves: tiles for up to so many keys with a band, and
+# without, as measured at 512 to 16384 (fwd_sm90.cu has the figures).
+MANY = 1 << 31
+_LATE_64 = Tile(192, 128, 4, late=True, turns=True)
+_LATE_96, _LATE_128 = Tile(192, 96, 3, late=True), Tile(192, 80, 3, late=True)
+_WIDE_192 = Tile(128, 80, 2, turns=True, lazy=True)
+_WIDE = Tile(128, 64, 2, turns=True, lazy=True)
 FORWARD_TILES = {
-    64: (Tile(192, 128, 3), Tile(192, 128, 3, late=True, turns=True)),
-    128: (Tile(192, 80, 3), Tile(192, 80, 3, late=True)),
-    256: (Tile(128, 80, 2), Tile(128, 80, 2)),
+    (64, 64): ({1024: Tile(192, 128, 4), MANY: _LATE_64}, {MANY: _LATE_64}),
+    (96, 96): ({MANY: _LATE_96}, {MANY: _LATE_96}),
+    (128, 128): (
+        {1024: Tile(192, 64, 4), MANY: _LATE_128},
+        {1024: Tile(128, 128, 2), MANY: _LATE_128},
+    ),
+    (192, 128): ({MANY: Tile(128, 128, 2, q_slots=1)}, {MANY: Tile(128, 128, 2, q_slots=1)}),
+    (192, 192): ({MANY: _WIDE_192}, {MANY: _WIDE_192}),
+    (256, 256): ({512: Tile(128, 64, 2, lazy=True), MANY: _WIDE}, {MANY: _WIDE}),
 }
-FEW_KEYS = 2048
 
 # Registers a thread of the producer and of the consumers, by the number of consumer warpgroups: all
 # of an SM's 65,536 divided.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 WARPGROUP_ROWS = 64  # of queries: each consumer warpgroup's are loaded apart
+STORE_ROWS = 16  # of the output: each warp's leave apart
 OTHER_REGISTERS = 24  # of a consumer, besides scores, weights and output
 MAX_BATCH_DIMS = 2  # a tensor map has five dimensions, three of which are the matrix's and the head
 
@@ -68,9 +82,12 @@ def reject(problem, device, access) -> str | None:
 
 def forward_tile(problem) -> Tile:
     """The table's tile for a problem."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    short, long = FORWARD_TILES[min(d for d in FORWARD_TILES if d >= widest)]
-    return long if problem.band is None and problem.seqlen_k > FEW_KEYS else short
+    rows = (
+        row for (dim, dim_v), row in FORWARD_TILES.items()
+        if problem.head_dim <= dim and problem.head_dim_v <= dim_v
+    )
+    tiles = next(rows)[problem.band is None]
+    return tiles[min(keys for keys in tiles if problem.seqlen_k <= keys)]
 
 
 def takes(problem, tile: Tile) -> bool:
@@ -79,17 +96,25 @@ def takes(problem, tile: Tile) -> bool:
     return accumulators + OTHER_REGISTERS <= REGISTERS[tile.block_m // 64][1]
 
 
-def forward_smem(problem, tile: Tile) -> tuple[int, bool]:
-    """Bytes of shared memory of fwd_sm90.cu, and whether the output leaves through q's place."""
-    panel, panel_v = (round_up(d, 64) * 2 for d in (problem.head_dim, problem.head_dim_v))
+def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
+    """Bytes of shared memory of fwd_sm90.cu; for how many pieces it holds queries; how many panels
+    of the output it holds at a time; whether these take q's place, where none fits beside it.
+    """
+    panels, panels_v = (round_up(d, 64) // 64 for d in (problem.head_dim, problem.head_dim_v))
     groups = tile.block_m // 64
-    q, out = 64 * panel, tile_bytes(64, round_up(problem.head_dim_v, 16), 2)
-    ring = tile.stages * tile.block_n * (panel + panel_v)
-    rest = ring + round_up(8 * (4 + 2 * groups + 5 * tile.stages), 16) + 64 + 1024
-    apart = groups * (q + out) + rest
-    if apart <= 227 * 1024:
-        return apart, False
-    return groups * max(q, round_up(out, 1024)) + rest, True
+    panel = WARPGROUP_ROWS * 128  # bytes of 64 rows
+    ring = tile.stages * tile.block_n * 128 * (panels + panels_v)
+
+    def total(q_slots, held):
+        barriers = 8 * (4 + 2 * q_slots * groups + 5 * tile.stages)
+        return groups * panel * held + ring + round_up(barriers, 16) + 96 + 1024
+
+    for slots in range(tile.q_slots, 0, -1):
+        for held in range(panels_v, 0, -1):
+            apart = total(slots, slots * panels + held)
+            if panels_v % held == 0 and apart <= 227 * 1024:
+                return apart, slots, held, False
+    return total(1, max(panels, panels_v)), 1, panels_v, True
 
 
 def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
@@ -102,7 +127,7 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
     """
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
     tile = forward_tile(problem) if tile is None else tile
-    smem, out_in_q = forward_smem(problem, tile)
+    smem, q_slots, out_panels, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
     if not takes(problem, tile):
@@ -121,10 +146,13 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kBlockM", tile.block_m),
         ("kBlockN", tile.block_n),
         ("kStages", tile.stages),
+        ("kQSlots", q_slots),
+        ("kOutPanels", out_panels),
         ("kOutInQ", out_in_q),
         ("kFused", tile.fused),
         ("kLate", tile.late),
         ("kTurns", tile.turns),
+        ("kLazy", tile.lazy and problem.band is not None),
         ("kSkip", tile.skip and problem.band is not None),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),

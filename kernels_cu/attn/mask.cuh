@@ -2,6 +2,7 @@
 // sequences.
 #pragma once
 #include "../ptx/cvt.cuh"
+#include "../ptx/misc.cuh"
 #include "../tile/rows.cuh"
 #include "../types.cuh"
 
@@ -14,6 +15,10 @@ template <bool kBand> struct Mask {
         const int first = kBand ? i + lo : 0;
         const int last = i >= seqlen_q ? -1 : kBand ? min_of(i + hi, seqlen_k - 1) : seqlen_k - 1;
         return j >= first && j <= last;
+    }
+    // Where no key is below the band's lower end: one comparison in place of two.
+    __device__ __forceinline__ bool below_last(int i, int j) const {
+        return j <= (i >= seqlen_q ? -1 : kBand ? min_of(i + hi, seqlen_k - 1) : seqlen_k - 1);
     }
     // The same as an interval of queries for each key, for transposed scores.
     __device__ __forceinline__ bool transposed(int j, int i) const {
@@ -48,7 +53,7 @@ template <bool kWeight = true, class Tile, class T, class Visible>
 __device__ __forceinline__ void restore_nonfinite(Tile tile, int row, const Rows<T>& rows,
                                                   int first, int last, Visible visible) {
     static_assert(Tile::kRows == 16, "two lanes a row");
-    const int lane = int(threadIdx.x) % kWarpSize;
+    const int lane = detached(int(threadIdx.x)) % kWarpSize;  // rarely needed: no register for it
     for (int r = first; r < min_of(last, rows.count); ++r) {
         if (!visible(row + lane / 2, r)) continue;
         for (int d = lane % 2; d < rows.dim; d += 2) {

@@ -33,6 +33,13 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, u32 x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
+// 16 bytes at once, said so: a struct's assignment may be taken apart into its members. PTX ISA
+// 9.7.9.12 (st).
+__device__ __forceinline__ void store_global_v4(void* address, uint4 x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w)
+                 : "memory");
+}
 
 // 2^x. The float form flushes subnormal results to zero and is within 2^-22 of exact (PTX ISA
 // 9.7.3.21, ex2.approx).

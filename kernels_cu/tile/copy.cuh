@@ -68,13 +68,22 @@ __device__ __forceinline__ void store_tile(Tile tile, const Rows<T>& rows, int f
     if constexpr (kBytes == 16) {
         constexpr int kPerPiece = 16 / int(sizeof(T));
         constexpr int kPieces = Tile::kCols / kPerPiece;
+        constexpr int kCount = ceil_div(kPieces * Tile::kRows, kThreads);
+        constexpr int kBatch = kCount % 4 == 0 ? 4 : 1;  // reads of a batch overlap
 #pragma unroll
-        for (int i = 0; i < (kPieces * Tile::kRows + kThreads - 1) / kThreads; ++i) {
-            const int piece = i * kThreads + thread;
-            const int row = piece / kPieces, col = piece % kPieces * kPerPiece;
-            if (row < Tile::kRows && first + row < rows.count && col < rows.dim)
-                *reinterpret_cast<uint4*>(rows.at(i64(first) + row, col)) =
-                    tile.load_piece(row, col);
+        for (int i = 0; i < kCount; i += kBatch) {
+            uint4 pieces[kBatch];
+            const auto place = [&](int b) { return (i + b) * kThreads + thread; };
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b)
+                if (place(b) < kPieces * Tile::kRows)
+                    pieces[b] = tile.load_piece(place(b) / kPieces, place(b) % kPieces * kPerPiece);
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int row = place(b) / kPieces, col = place(b) % kPieces * kPerPiece;
+                if (row < Tile::kRows && first + row < rows.count && col < rows.dim)
+                    store_global_v4(rows.at(i64(first) + row, col), pieces[b]);
+            }
         }
     } else {
 #pragma unroll 4

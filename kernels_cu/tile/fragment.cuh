@@ -78,21 +78,23 @@ __device__ __forceinline__ void gemm(C& c, LoadA load_a, LoadB load_b) {
     }
 }
 
-// A warp's accumulators into a part of a tile of the output's type, each lane its own elements.
+// A warp's accumulators into a part of a tile of the output's type, each lane its own elements: as
+// many column tiles as the part is wide, from `first` on, if there are so many.
 template <class Tile, int kWidth, class Accum, int kRowTiles, int kColTiles>
 __device__ __forceinline__ void store_fragment(TilePart<Tile, kWidth> part,
-                                               const Fragment<Accum, kRowTiles, kColTiles>& c) {
+                                               const Fragment<Accum, kRowTiles, kColTiles>& c,
+                                               int first = 0) {
     using T = typename Tile::Element;
-    static_assert(kWidth == 8 * kColTiles, "the fragment's columns");
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-        for (int n = 0; n < kColTiles; ++n)
+        for (int n = 0; n < kWidth / 8; ++n)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+                if (first + n >= kColTiles) continue;
                 const u32 address = part.address(16 * m + 8 * h, 8 * n, g, 2 * t);
-                const Accum left = c.x[m][n][2 * h], right = c.x[m][n][2 * h + 1];
+                const Accum left = c.x[m][first + n][2 * h], right = c.x[m][first + n][2 * h + 1];
                 if constexpr (sizeof(T) == 2) {
                     Tile::store_pair(address, pack<T>(left, right));
                 } else {
