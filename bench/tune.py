@@ -351,7 +351,7 @@ def _calls(setting: Setting, rows: list[Row], cupy):
     launch.forward(problem, q, k, v, out, lse)
     grads = [cupy.empty_like(x) for x in (q, k, v)]
     inputs = (problem, dout, q, k, v, out, lse, None, *grads, setting.deterministic)
-    return {row.tile: lambda tile=row.tile: launch.backward(*inputs, tile=tile) for row in rows}, grads
+    return {row.tile: lambda tile=row.tile: launch.backward(*inputs, tile) for row in rows}, grads
 
 
 def _distance(cupy, found, expected) -> float:

@@ -215,6 +215,6 @@ def sink_gradient(sinks, lse, delta):
 def reduce_to(gradient, total) -> None:
     """Write ``total``, summed over the axes that ``gradient`` has one entry of."""
     missing = total.ndim - gradient.ndim
-    axes = [axis for axis, size in enumerate(gradient.shape, missing) if size == 1]
-    total = total.sum(axis=(*range(missing), *axes), keepdims=True)
+    axes = (*range(missing), *(n for n, size in enumerate(gradient.shape, missing) if size == 1))
+    total = total.sum(axis=axes, keepdims=True) if axes else total
     gradient[...] = total.reshape(gradient.shape).astype(gradient.dtype)

@@ -6,7 +6,10 @@ import math
 
 from .score import ordered
 
-_TRUTHS = ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "and", "or", "not")
+_TRUTHS = (
+    "less", "less_equal", "greater", "greater_equal", "equal", "not_equal", "and", "or", "not",
+    "bool",
+)  # fmt: skip
 
 
 def largest(node, problem) -> float | None:
@@ -37,7 +40,7 @@ def _leaf(x, problem):
 
 
 def _range(op, operands):
-    if op in _TRUTHS or op == "bool":
+    if op in _TRUTHS:
         return 0.0, 1.0
     if op == "where":
         operands = operands[1:]

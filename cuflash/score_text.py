@@ -127,8 +127,8 @@ def _argument_rows(name, arg):
         return [(name, "word")]
     if arg.kind == "grid":
         return [(name, "in"), (f"{name}_strides", "strides")]
-    axes = range(arg.ndim)
-    return [(name, "in"), *((f"{name}_{part}{x}", "i64") for x in axes for part in ("size", "stride"))]
+    parts = [f"{part}{axis}" for axis in range(arg.ndim) for part in ("size", "stride")]
+    return [(name, "in"), *((f"{name}_{part}", "i64") for part in parts)]
 
 
 # ---- text ------------------------------------------------------------------------------------
@@ -208,7 +208,9 @@ def _read(arg, place):
 def _result(arg):
     if arg.dtype == "bool":
         return "bool", "false"
-    return ("int", "0") if arg.dtype.startswith(("int", "uint")) else ("Accum", "infinity<Accum>() * 0")
+    if arg.dtype.startswith(("int", "uint")):
+        return "int", "0"
+    return "Accum", "infinity<Accum>() * 0"
 
 
 def _accessors(args):

@@ -322,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
                 backward.head -= last_of_head;
             }
         }
-        const bool masked = Score::kHides || m_block >= range.full_end || m_block < range.full_begin;
+        const bool masked =
+            Score::kHides || m_block >= range.full_end || m_block < range.full_begin;
         if constexpr (!kTwoBodies) {
             backward.step(dk, dv, m_block, stage, (kHidden || Plan::kTail) && masked);
         } else if (masked) {

@@ -1,5 +1,5 @@
-// What a score function, hidden keys and dropout do to a block of scores in bwd_portable.cu: between
-// S^T and P^T, and between dP^T and dS^T.
+// What a score function, hidden keys and dropout do to a block of scores in bwd_portable.cu:
+// between S^T and P^T, and between dP^T and dS^T.
 #pragma once
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
@@ -96,8 +96,8 @@ struct BackwardScores : BackwardBlock {
             c.x[m][n][r] = kept.weighs.get(m, n, r) ? c.x[m][n][r] * scale : Accum(0);
         });
     }
-    // From the gradient by what the softmax sees to that by the scaled product; on the way, what the
-    // score's arrays receive.
+    // From the gradient by what the softmax sees to that by the scaled product; on the way, what
+    // the score's arrays receive.
     __device__ __forceinline__ void to_score(Scores& ds, const Kept& kept, int m_block) const {
         const Sees sees = visible();
         const int first_j = first_key() + warp_row;

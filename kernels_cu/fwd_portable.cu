@@ -342,7 +342,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
                 forward.load_kv(next, (stage + Plan::kStages - 1) % Plan::kStages);
             cp_async_commit_group();
         }
-        const bool masked = Score::kHides || n_block >= range.full_end || n_block < range.full_begin;
+        const bool masked =
+            Score::kHides || n_block >= range.full_end || n_block < range.full_begin;
         if constexpr (!kTwoBodies) {
             forward.step(o, n_block, stage, (kHidden || Plan::kTail) && masked);
         } else if (masked) {

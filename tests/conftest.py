@@ -30,7 +30,7 @@ def pytest_addoption(parser):
     )
 
 
-UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def np_dtype(name):

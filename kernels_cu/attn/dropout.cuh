@@ -1,12 +1,12 @@
-// Which weights dropout keeps: a pure function of the seed and of (batch, head, query, key), so that
-// no tile and no kernel changes a bit.
+// Which weights dropout keeps: a pure function of the seed and of (batch, head, query, key), so
+// that no tile and no kernel changes a bit.
 #pragma once
 #include "../ptx/misc.cuh"
 #include "../tile/bits.cuh"
 #include "philox.cuh"
 
-// One call of Philox serves sixteen keys with a byte each. Lanes that hold parts of the same sixteen
-// share their calls: each makes one and passes on which bytes are below the limit.
+// One call of Philox serves sixteen keys with a byte each. Lanes that hold parts of the same
+// sixteen share their calls: each makes one and passes on which bytes are below the limit.
 struct Dropout {
     u64 seed;
     u32 limit;  // 1 .. 256; a weight is kept when its byte is below: keep = limit / 256
@@ -22,7 +22,7 @@ struct Dropout {
         return limit < 256 ? kept : 0xffffu;
     }
 
-    // For scores with queries as rows: a quad shares rows, two lanes' worth of keys to a column tile.
+    // For scores with queries as rows: a quad shares its rows, sixteen keys are two column tiles.
     template <class Bits>
     __device__ __forceinline__ void keep(Bits& kept, int first_i, int first_j) const {
         static_assert(Bits::kColTiles % 2 == 0, "sixteen keys are two column tiles");
