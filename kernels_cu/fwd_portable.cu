@@ -277,24 +277,25 @@ struct Forward {
         });
     }
 
-    // Whether any row of the block needs new statistics; they all read their lse again in
-    // store_stats.
-    __device__ __forceinline__ bool any_large_lse() const {
-        Accum* lse = lse_start();
-        const int first = first_row(), end = min_of(first + Plan::kBlockM, p.seqlen_q);
+    // Whether any row of a block needs new statistics: asked before anything is set up for it, since
+    // hardly any does. They all read their lse again in store_stats.
+    static __device__ __forceinline__ bool any_large_lse(const Params& p, const BlockWork& w) {
+        const Accum* lse =
+            head_start<const Accum>(p.lse, p.lse_strides, p.batch_sizes, w.batch, w.head);
+        const int first = w.block * Plan::kBlockM, end = min_of(first + Plan::kBlockM, p.seqlen_q);
         bool large = false;
-        for (int row = first + threadIdx.x; row < end; row += kThreads)
-            large |= is_large(lse[row * p.lse_strides.row]);
+        for (int row = first + int(threadIdx.x); row < end; row += kThreads)
+            large |= is_large(p, lse[row * p.lse_strides.row]);
         return __syncthreads_or(large);
     }
-    __device__ __forceinline__ bool is_large(Accum lse) const {
+    static __device__ __forceinline__ bool is_large(const Params& p, Accum lse) {
         return fabs(lse) > Accum(p.lse_threshold) && lse != -infinity<Accum>();
     }
     __device__ __forceinline__ void store_stats() const {
         Accum* lse = lse_start();
         const BlockWork w = work();
         for_each_row([&](int row, int q) {
-            if (!is_large(lse[row * p.lse_strides.row])) return;
+            if (!is_large(p, lse[row * p.lse_strides.row])) return;
             Accum* stats = static_cast<Accum*>(p.stats) +
                            (i64(w.batch) * p.num_heads + w.head) * 3 * p.stats_pitch;
             stats[row] = softmax.reference[q];
@@ -314,9 +315,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     extern __shared__ __align__(128) unsigned char smem[];
     BlockWork work(blockIdx.x, p.num_blocks, p.num_heads, p.section, p.num_sectioned);
     if constexpr (Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
-    Forward forward(p, work, smem_address(smem));
     if constexpr (Plan::kStats)
-        if (!forward.any_large_lse()) return;
+        if (!Forward::any_large_lse(p, work)) return;
+    Forward forward(p, work, smem_address(smem));
 
     Output o;
     o.fill(0);
