@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import CUPY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from score_cases import SCORES, check, run
@@ -27,7 +28,8 @@ def scored(draw, least=3, dtypes=DTYPES):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=max(1, settings.default.max_examples // 2))
+# On a GPU each example builds kernels of its own.
+@settings(max_examples=max(1, settings.default.max_examples // (2 if CUPY is None else 12)))
 @given(data=st.data())
 def test_combinations(home, dtype, data):
     """Three options or more at once, beside any band: out, lse and every gradient."""
