@@ -250,6 +250,7 @@ def backward(
     if any(x.measuring for x in sums.values()):
         _backward(problem, given, None, deterministic, wanted, operands, tile)
         gradients.choose_measured_units(problem, sums)
+        gradients.forget_bounded(sums)
         sums = {n: replace(x, measuring=False) for n, x in sums.items()}
         operands = replace(operands, sums=sums)
     _backward(problem, given, by_sink, deterministic, wanted, operands, tile)

@@ -182,6 +182,16 @@ def choose_measured_units(problem, sums) -> None:
             x.choose_unit(x.largest.view(np.float64), problem.lse_dtype)
 
 
+def forget_bounded(sums) -> None:
+    """Begin again with the arguments whose terms have a bound: the run that measured the others
+    summed theirs, too.
+    """
+    for x in sums.values():
+        if x.largest is None:
+            x.sums.fill(0)
+            x.notes.fill(0)
+
+
 def _add_norms(problem, x, most) -> None:
     """Raise ``most``, the bits of a double, to the largest norm of x's rows."""
     if len(problem.batch) > BATCH_DIMS:

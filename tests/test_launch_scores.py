@@ -3,6 +3,7 @@ gradients of the score's arrays become integers and numbers again.
 """
 
 import struct
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from launches import arrays_of, gpu_side  # noqa: F401
 from test_plan import problem_of
 
+from cuflash import edge
+from cuflash.arrays import home_of
 from cuflash.extras import Extras
 from cuflash.score import (
     Arg,
@@ -184,6 +187,47 @@ def test_sums_become_the_numbers_that_were_added(sums_side, dtype):
     want[3:7] = np.nan, np.inf, -np.inf, np.nan
     tolerance = 1e-6 if dtype == "float32" else 1e-14
     np.testing.assert_allclose(dbias.reshape(-1), want, rtol=tolerance, atol=1e-18)
+
+
+def test_a_run_that_measures_adds_nothing(gpu_side, sums_side, monkeypatch):
+    """Of bias and slopes, only the latter's terms must be measured, by a run before the one that
+    counts."""
+    backward = sys.modules["cuflash.launch_backward"]
+    x = np.zeros((1, 2, 7, 8), np.float32)
+    options = dict(bias=np.zeros((1, 2, 7, 7), np.float32), alibi_slopes=np.float32([1, 2]))
+    home = home_of([("q", x)])
+    shaping, scores = edge.split_options("test", options)
+    call = edge.resolve(x, x, x, shaping)
+    made = edge.scored(home, call, shaping, scores)
+    problem, runs = made.problem, []
+
+    def run(problem, given, by_sink, deterministic, wanted, operands, tile):
+        sums = operands.sums.values()
+        runs.append([one.measuring for one in sums])
+        for one in sums:
+            if one.measuring:
+                one.largest[...] = np.float64(1).view(np.uint64)
+            else:
+                one.sums[: one.count] += 3
+                one.notes[0] |= runs[0] is runs[-1]  # NaN in the first entry
+
+    def choose_bounded_units(problem, sums, *_):
+        for one in sums.values():
+            one.unit[...] = 1
+
+    monkeypatch.setattr(sums_side, "choose_bounded_units", choose_bounded_units)
+    monkeypatch.setattr(backward, "gradients", sums_side)
+    monkeypatch.setattr(backward, "_backward", run)
+    dargs = [np.full((1, 2, 7, 7), np.nan), np.full((1, 2, 1, 1), np.nan)]
+    dargs += [None] * (len(problem.program.args) - 2)
+    names = [arg.name for arg in problem.program.args]
+    assert names[:2] == ["bias", "alibi_slopes"]
+    lse = np.zeros((1, 2, 7), np.float32)
+    backward.backward(
+        problem, x, x, x, x, x, lse, None, x, x, x, True, extras=made.extras, dargs=dargs
+    )
+    assert runs == [[False, True], [False, False]]
+    assert (dargs[0] == 3).all() and np.isfinite(dargs[1]).all()
 
 
 def test_sinks_receive_what_their_probability_says(sums_side):
