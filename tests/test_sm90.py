@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from compiling import logs_of
 from conftest import np_dtype
 from running import check
 from strategies import HOPPER_TILES, Case
 
 import cuflash
-from cuflash import jit, tensormap
+from cuflash import tensormap
 from cuflash.families import Access, device_of, sm90
 from cuflash.problem import Band, Problem
 
@@ -57,31 +58,41 @@ def test_every_head_dim_fits_the_shared_memory(head_dim, head_dim_v):
     assert 128 * producer + (plan.threads - 128) * consumers <= 65536
 
 
-def _tiles_of_the_table():
-    """A problem for every tile of the table, with keys that fill whole blocks and with others."""
-    for dims, ways in sm90.FORWARD_TILES.items():
+def _problems():
+    """One for every tile of the table, with keys that fill whole blocks and with others."""
+    yield replace(BASE, head_dim=72, head_dim_v=40)
+    for (head_dim, head_dim_v), ways in sm90.FORWARD_TILES.items():
         for banded, tiles in zip((True, False), ways):
-            for keys in tiles:
-                length = min(keys, 16 * 720_720)
+            for most in tiles:
+                length = min(most, 16 * 720_720)
                 for length in (length,) if banded else (length, length - 1):
-                    band = Band(-length, 0) if banded else None
-                    yield pytest.param(dims, length, band, id=f"{dims} {length} {banded}")
+                    yield replace(
+                        BASE, dtype=("float16", "bfloat16")[length % 2], head_dim=head_dim,
+                        head_dim_v=head_dim_v, seqlen_q=length, seqlen_k=length,
+                        band=Band(-length, 0) if banded else None,
+                    )  # fmt: skip
 
 
-@pytest.mark.parametrize("dims, length, band", [*_tiles_of_the_table(), ((72, 40), 500, None)])
-def test_kernels_compile(nvrtc, dims, length, band):
+def _name(problem):
+    mask = "full" if problem.band is None else "band"
+    return f"{problem.head_dim} {problem.head_dim_v} {problem.seqlen_k} {mask}"
+
+
+@pytest.fixture(scope="module")
+def logs(nvrtc):
+    """What the compiler says about every kernel of _problems()."""
+    plans = {_name(x): sm90.forward_plan(x, HOPPER, Access(16, 16)) for x in _problems()}
+    return logs_of({name: (plan, "sm_90a") for name, plan in plans.items()})
+
+
+@pytest.mark.parametrize("name", [_name(problem) for problem in _problems()])
+def test_kernels_compile(logs, name):
     """The kernel's assertions hold, the assembler serialises no product (notes C75xx) and nothing
     is spilled.
     """
-    problem = replace(
-        BASE, dtype=("float16", "bfloat16")[length % 2], head_dim=dims[0], head_dim_v=dims[1],
-        seqlen_q=length, seqlen_k=length, band=band,
-    )  # fmt: skip
-    plan = sm90.forward_plan(problem, HOPPER, Access(16, 16))
-    _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
-    assert "C75" not in log
-    spilled = re.findall(r"(\d+) bytes spill", log)
-    assert spilled or not log.strip("\0")  # some compilers report nothing
+    assert "C75" not in logs[name]
+    spilled = re.findall(r"(\d+) bytes spill", logs[name])
+    assert spilled or not logs[name].strip("\0")  # some compilers report nothing
     assert all(int(n) == 0 for n in spilled)
 
 

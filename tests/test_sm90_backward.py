@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from compiling import logs_of
 
-from cuflash import jit
 from cuflash.families import Access, device_of, sm90_backward
 from cuflash.problem import Band, Problem
 
@@ -45,18 +45,40 @@ def test_every_head_dim_fits_the_shared_memory(head_dim, head_dim_v):
     assert 128 * (producer + 2 * consumers) <= 168 * plan.threads
 
 
+def _whole_plans():
+    for dims, (n, form, deterministic) in itertools.product(
+        DIMS, ((n // 2, *x) for n, x in enumerate(itertools.product(FORMS, (True, False))))
+    ):
+        problem = replace(
+            BASE, dtype=("bfloat16", "float16")[n % 2], head_dim=dims[0], head_dim_v=dims[1],
+            **FORMS[form],
+        )  # fmt: skip
+        yield (dims, form, deterministic), plan_of(problem, deterministic=deterministic)
+
+
+def _part_plans():
+    for head_dim, need_dq, scale in itertools.product(
+        (64, 128, 256), (False, True), (0.1, -0.1, 0.0)
+    ):
+        band = Band(-512, 200)
+        problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, band=band, scale=scale)
+        plan = plan_of(problem, need_dq=need_dq, need_dkv=not need_dq)
+        yield (head_dim, need_dq, scale), plan
+
+
+@pytest.fixture(scope="module")
+def logs(nvrtc):
+    """What the compiler says about every kernel below."""
+    return logs_of({key: (plan, "sm_90a") for key, plan in (*_whole_plans(), *_part_plans())})
+
+
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_kernels_compile(nvrtc, dims):
+def test_kernels_compile(logs, dims):
     """The kernel's assertions hold, the assembler serialises no product (notes C75xx), and the
     order of sums by default spills nothing.
     """
-    for n, (form, deterministic) in enumerate(itertools.product(FORMS, (True, False))):
-        dtype = ("bfloat16", "float16")[n // 2 % 2]
-        problem = replace(
-            BASE, dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], **FORMS[form]
-        )
-        plan = plan_of(problem, deterministic=deterministic)
-        _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
+    for form, deterministic in itertools.product(FORMS, (True, False)):
+        log = logs[dims, form, deterministic]
         assert "C75" not in log, (form, deterministic)
         if deterministic:
             spilled = re.findall(r"(\d+) bytes spill", log)
@@ -66,13 +88,10 @@ def test_kernels_compile(nvrtc, dims):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("need_dq", [False, True])
-def test_kernels_of_some_gradients_compile(nvrtc, head_dim, need_dq):
+def test_kernels_of_some_gradients_compile(logs, head_dim, need_dq):
     """No product is serialised; NVRTC 13.0 notes (C7519) that it adds a fence of its own to dq."""
-    problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, band=Band(-512, 200))
     for scale in (0.1, -0.1, 0.0):
-        problem = replace(problem, scale=scale)
-        plan = plan_of(problem, need_dq=need_dq, need_dkv=not need_dq)
-        _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
+        log = logs[head_dim, need_dq, scale]
         assert "serialized" not in log and "wait is injected" not in log
 
 
