@@ -51,7 +51,8 @@ class Case:
         query = (self.batch, self.heads, self.seqlen)
         key = (self.batch, self.kv_heads or self.heads, keys)
         return (
-            (*query, self.head_dim), (*key, self.head_dim), (*key, head_dim_v), (*query, head_dim_v),
+            (*query, self.head_dim), (*key, self.head_dim), (*key, head_dim_v),
+            (*query, head_dim_v),
         )  # fmt: skip
 
     @property

@@ -6,9 +6,9 @@
 // stats_pitch, which nothing reads as queries, are written too: workspaces hold no stale bits.
 //
 // kRowLanes lanes share a row, kSteps rows one after the other; kVector: rows of out and dout are
-// read in 16-byte pieces, where a row is short one for each lane, and all steps' pieces are on their
-// way before the first is used (with a warp for each row and no reads ahead: 112 us in place of 41 at
-// D = 64, 16,384 rows of 32 heads).
+// read in 16-byte pieces, where a row is short one for each lane, and the pieces of all steps are on
+// their way before the first is used. (With a warp for each row and no reads ahead 112 us in place of 53
+// for 16384 rows of 32 heads of 64; the bytes need 32.)
 #include "attn/stats.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/misc.cuh"

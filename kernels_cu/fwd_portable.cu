@@ -277,8 +277,8 @@ struct Forward {
         });
     }
 
-    // Whether any row of a block needs new statistics: asked before anything is set up for it, since
-    // hardly any does. They all read their lse again in store_stats.
+    // Whether any row of a block needs new statistics: asked before anything is set up for it,
+    // since hardly any does. They all read their lse again in store_stats.
     static __device__ __forceinline__ bool any_large_lse(const Params& p, const BlockWork& w) {
         const Accum* lse =
             head_start<const Accum>(p.lse, p.lse_strides, p.batch_sizes, w.batch, w.head);

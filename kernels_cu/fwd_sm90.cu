@@ -22,8 +22,9 @@
 //     v_empty[..]     each consumer warp after P V, and    producer
 //                     each cleaner
 //
-// Shared memory, in panels of 64 columns as wgmma reads them: kQSlots x q | kStages x k | kStages x v |
-// kOutPanels of the output on its way out (in place of q where there is no room) | barriers | pieces.
+// Shared memory, in panels of 64 columns as wgmma reads them: kQSlots x q | kStages x k | kStages x
+// v | kOutPanels of the output on its way out (in place of q where there is no room) | barriers |
+// pieces.
 //
 // Schedule of a consumer: S of the next block of keys is issued before the softmax of this one's
 // result is used, so that a product runs while exponentials are computed:
@@ -47,10 +48,12 @@
 // registers it kept a warpgroup 1,400 cycles a piece at D = 64, 2,000 at 128 and 3,300 at 256, in
 // which neither products nor exponentials ran.
 //
-// With kLazy nobody looks for hidden inf and NaN until an output is not finite: then the piece fails.
+// With kLazy nobody looks for hidden inf and NaN until an output is not finite: then the piece
+// fails.
 //
 // Measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio to cuDNN in
-// the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %.
+// the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %, sessions by more: the
+// tiles of the table came to 0.99, 0.95 and 0.98 at 512 causal in bench/results.
 //
 //     D    tile, stages  form         full               causal
 //     64   192 x 128, 4  exact        1.14  1.14  1.16   1.01  1.15  1.16
@@ -65,13 +68,13 @@
 //     256  128 x 64, 2   exact, turns 1.19  1.21  1.20   0.99  1.22  1.32
 //     256  128 x 64, 2   late, turns  1.15  1.19  1.20   0.96  1.19  1.26
 //
-// At D = 256 a step of 80 keys leaves no room for the output, which then waits for the queries' place
-// and they for it: 6,000 of a piece's 22,000 cycles at 512 causal.
+// At D = 256 a step of 80 keys leaves no room for the output, which then waits for the queries'
+// place and they for it: 6,000 of a piece's 22,000 cycles at 512 causal.
 //
-// Tried and left: the next piece's first S before this piece's last P V (2 to 8 % slower); a wait for
-// O only after all exponentials, forced by a basic block's end (1 to 8 % slower); one place for
-// queries (up to 5 % slower at 512, nothing at 4096); kLazy at 64 and 128 (1 to 4 % slower, at 256 1
-// to 3 % faster); 128 x 176 at 128 (0.83 at 512, 1.08 at 4096); 48 keys at 256 (0.98 to 1.06).
+// Tried and left: the next piece's first S before this piece's last P V (2 to 8 % slower); a wait
+// for O only after all exponentials, forced by a basic block's end (1 to 8 % slower); one place for
+// queries (up to 5 % slower at 512, nothing at 4096); kLazy at 64 and 128 (1 to 4 % slower, at 256
+// 1 to 3 % faster); 128 x 176 at 128 (0.83 at 512, 1.08 at 4096); 48 keys at 256 (0.98 to 1.06).
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
 #include "fwd_sm90_pieces.cuh"
@@ -203,8 +206,8 @@ struct Consumer {
         update_softmax<false>(s);
         round_weights(s);
     }
-    // The scores of block n while the weights of the block behind it meet their values. kLate: weighed
-    // before their maximum is known, where every row sees every key.
+    // The scores of block n while the weights of the block behind it meet their values. kLate:
+    // weighed before their maximum is known, where every row sees every key.
     template <bool kMasked, bool kLate> __device__ __forceinline__ void step(Output& o, int n) {
         Scores s;
         take_turn();
@@ -329,7 +332,8 @@ struct Consumer {
         if (kByTma && lane_id() == 0) bulk_wait_read<0>();
         __syncwarp();
     }
-    // Panels first .. first + kOutPanels of the output, to shared memory and on to where they belong.
+    // Panels first .. first + kOutPanels of the output, to shared memory and on to where they
+    // belong.
     __device__ __forceinline__ void store_panels(const Output& o, int first, const Loader& box,
                                                  bool dirty) const {
         const Piece piece = this->piece();

@@ -1,5 +1,5 @@
-// What surrounds the consumers of fwd_sm90.cu: shared memory, pieces of work, and the warps that hand
-// them out, load them and look through their values.
+// What surrounds the consumers of fwd_sm90.cu: shared memory, pieces of work, and the warps that
+// hand them out, load them and look through their values.
 #pragma once
 #include "attn/band.cuh"
 #include "attn/mask.cuh"
@@ -227,8 +227,8 @@ struct Producer {
         index = take(index);
         return true;
     }
-    // Without a ticket pieces go round all blocks in turn. With one there are as many draws as pieces,
-    // and the last leaves 0 for the next kernel.
+    // Without a ticket pieces go round all blocks in turn. With one there are as many draws as
+    // pieces, and the last leaves 0 for the next kernel.
     __device__ __forceinline__ u32 take(u32 index) const {
         if (p.ticket == nullptr) return index + gridDim.x;
         u32* ticket = static_cast<u32*>(p.ticket);

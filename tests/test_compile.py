@@ -339,7 +339,9 @@ def test_score_kernels_build_clean(nvrtc):
 
 
 def test_small_kernels_build_clean(nvrtc):
-    """delta, cast, row_norm and combine, for all dtypes; on Hopper and before, where additions differ."""
+    """delta, cast, row_norm and combine, for all dtypes; on Hopper and before, where additions
+    differ.
+    """
     jobs = []
     for capability, dtype in itertools.product((80, 90), DTYPES):
         point = Point(capability, dtype, (72, 40), "whole", 16, "all deterministic")

@@ -1,4 +1,6 @@
-"""The struct that a program becomes: it compiles everywhere, and what it leaves out costs nothing."""
+"""The struct that a program becomes: it compiles everywhere, and what it leaves out costs
+nothing.
+"""
 
 import itertools
 import re

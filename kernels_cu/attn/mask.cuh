@@ -47,8 +47,8 @@ __device__ __forceinline__ void restore_nonfinite(C& c, int row, int col, const 
         }
 }
 
-// The same for a warp's 16 rows of a result, complete, in a tile of shared memory: one lane for each
-// row and half of the columns. The caller has made the tile visible to the warp.
+// The same for a warp's 16 rows of a result, complete, in a tile of shared memory: one lane for
+// each row and half of the columns. The caller has made the tile visible to the warp.
 template <bool kWeight = true, class Tile, class T, class Visible>
 __device__ __forceinline__ void restore_nonfinite(Tile tile, int row, const Rows<T>& rows,
                                                   int first, int last, Visible visible) {

@@ -80,9 +80,10 @@ template <class Accum> __device__ __forceinline__ Accum read(double x) { return 
 // Wider integers saturate: as lengths and positions they then mean what they meant.
 template <class Int> __device__ __forceinline__ int read_int(Int x) {
     if constexpr (sizeof(Int) < 4) return int(x);
-    if constexpr (Int(-1) < Int(0))
-        return sizeof(Int) == 4 ? int(x)
-                                : int(min_of(max_of(i64(x), -i64(0x80000000ll)), i64(0x7fffffffll)));
+    if constexpr (Int(-1) < Int(0)) {
+        const i64 wide = min_of(max_of(i64(x), -i64(0x80000000ll)), i64(0x7fffffffll));
+        return sizeof(Int) == 4 ? int(x) : int(wide);
+    }
     return int(min_of(u64(x), u64(0x7fffffffull)));
 }
 

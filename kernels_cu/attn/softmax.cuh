@@ -94,9 +94,9 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
         });
     }
 
-    // The same, but the scores are weighed with the references as they are, and only then these move:
-    // exponentials need not wait for the maximum. Rows whose scores grow by more than 2^kMostGrowth
-    // at once become NaN.
+    // The same, but the scores are weighed with the references as they are, and only then these
+    // move: exponentials need not wait for the maximum. Rows whose scores grow by more than
+    // 2^kMostGrowth at once become NaN.
     template <class Scores, class Rescale>
     __device__ __forceinline__ void update_late(Scores& s, Accum scale, Rescale rescale) {
         Accum highest[kRows], offset[kRows] = {};

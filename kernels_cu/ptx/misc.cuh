@@ -19,8 +19,8 @@ __device__ __forceinline__ int detached(int x) {
     return x;
 }
 
-// x of the warp's first lane: the same in all lanes anyway, which the compiler then knows, and keeps
-// what follows from it in uniform registers.
+// x of the warp's first lane: the same in all lanes anyway, which the compiler then knows, and
+// keeps what follows from it in uniform registers.
 template <class X> __device__ __forceinline__ X uniform(X x) {
     return __shfl_sync(kFullWarp, x, 0);
 }

@@ -4,7 +4,8 @@
 #include "lanes.cuh"
 
 // f(m, n, r) for the places of a thread's elements.
-template <int kRowTiles, int kColTiles, class F> __device__ __forceinline__ void for_each_place(F f) {
+template <int kRowTiles, int kColTiles, class F>
+__device__ __forceinline__ void for_each_place(F f) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
