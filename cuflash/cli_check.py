@@ -18,6 +18,7 @@ from .cli_common import Device, Failure, Progress
 _HEAD_DIMS = ((64, 64), (128, 128), (64, 64), (128, 128), (3, 5), (40, 24), (96, 160), (256, 256))
 _MEMORY = ("plain", "transposed", "every other", "reversed", "shared")
 _CAUSAL = (False, False, True, "bottom_right", "top_left")
+_SCORES = ("softcap", "bias", "alibi_slopes", "mask", "kv_lens")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Case:
     layout: str
     memory: str
     peak: float
+    scores: tuple  # names of options that act on scores
 
     @classmethod
     def draw(cls, rng, dtypes):
@@ -73,12 +75,26 @@ class Case:
             pick(("bhsd", "bshd")),
             pick(_MEMORY),
             float(pick((1.0, 1.0, 8.0))),
+            # On a GPU every set of them is kernels of its own.
+            pick(((),) * 9 + (_SCORES[:3], _SCORES[3:], _SCORES)),
         )
 
     @property
     def options(self):
         names = ("scale", "causal", "causal_offset", "window", "layout")
         return {name: getattr(self, name) for name in names}
+
+    def scored(self, rng):
+        """The options on scores: numbers and NumPy arrays."""
+        pairs = (self.seqlen_q, self.seqlen_k)
+        made = {
+            "softcap": 5.0,
+            "bias": rng.standard_normal((self.batch, 1, *pairs), np.float32),
+            "alibi_slopes": rng.uniform(0, 0.2, self.heads).astype(np.float32),
+            "mask": rng.random(pairs) < 0.8,
+            "kv_lens": rng.integers(0, self.seqlen_k + 1, self.batch),
+        }
+        return {name: made[name] for name in self.scores}
 
     def arrays(self, rng):
         """(base, view) for q, k, v and dout: ``view(base)``, in the case's layout, is the argument.
@@ -121,8 +137,9 @@ def dtype_of(name):
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def plain(case, q, k, v, dout):
-    """The textbook way, with the score matrix, in the case's own precision.
+def plain(case, scores, q, k, v, dout):
+    """The textbook way, with the score matrix, in the case's own precision; ``scores``: what
+    `Case.scored` gave.
 
     16-bit inputs are multiplied in float32 and the two matrices that enter a product, P and dS, are
     rounded to the inputs' dtype, as frameworks do. Returns [out, lse, dq, dk, dv] in (B, H, L, D)
@@ -138,9 +155,9 @@ def plain(case, q, k, v, dout):
     q, k, v, dout = (np.asarray(x, work) for x in (q, k, v, dout))
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scale = work(case.head_dim**-0.5 if case.scale is None else case.scale)
-    s = scale * (q @ k.mT)
+    s, slope = with_scores(case, scores, scale * (q @ k.mT))
     largest = float(np.max(np.abs(s), initial=0.0))
-    s = np.where(visible(case), s, work(-np.inf))
+    s = np.where(visible(case, scores), s, work(-np.inf))
     top = s.max(axis=-1, initial=-np.inf, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)
     p = np.exp(s - top)
@@ -149,7 +166,8 @@ def plain(case, q, k, v, dout):
         lse = (top + np.log(total))[..., 0]
     p = p / np.where(total > 0, total, 1)
     out = rounded(p) @ v
-    ds = rounded(p * (dout @ v.mT - (dout * rounded(out)).sum(axis=-1, keepdims=True)))
+    ds = p * (dout @ v.mT - (dout * rounded(out)).sum(axis=-1, keepdims=True))
+    ds = rounded(ds * slope)
 
     def over_group(x):
         return x.reshape(case.batch, case.kv_heads, group, *x.shape[-2:]).sum(axis=2)
@@ -164,12 +182,32 @@ def plain(case, q, k, v, dout):
     return [x if index == 1 else rounded(x) for index, x in enumerate(results)], largest
 
 
-def visible(case):
-    """The (L, S) matrix of visible pairs, from the definition."""
+def distances(case):
+    """(L, S): how far each key lies behind the query's own."""
     offset = case.causal_offset
     if offset is None:
         offset = 0 if case.causal == "top_left" else case.seqlen_k - case.seqlen_q
-    distance = np.arange(case.seqlen_k) - np.arange(case.seqlen_q)[:, None] - offset
+    return np.arange(case.seqlen_k) - np.arange(case.seqlen_q)[:, None] - offset
+
+
+def with_scores(case, scores, s):
+    """The scores of all pairs, from scale * q @ k.T, and their derivative by it."""
+    slope = s.dtype.type(1)
+    if "softcap" in scores:
+        cap = s.dtype.type(scores["softcap"])
+        bent = np.tanh(s / cap)
+        s, slope = cap * bent, 1 - bent * bent
+    if "bias" in scores:
+        s = s + scores["bias"].astype(s.dtype)
+    if "alibi_slopes" in scores:
+        slopes = scores["alibi_slopes"].astype(s.dtype)[:, None, None]
+        s = s - slopes * np.abs(distances(case)).astype(s.dtype)
+    return s, slope
+
+
+def visible(case, scores):
+    """Which pairs are visible, from the definition: (L, S), or (B, 1, L, S) with lengths."""
+    distance = distances(case)
     left, right = case.window or (None, None)
     seen = np.ones(distance.shape, bool)
     if case.causal:
@@ -178,31 +216,44 @@ def visible(case):
         seen &= distance >= -left
     if right not in (None, -1):
         seen &= distance <= right
+    if "mask" in scores:
+        seen = seen & scores["mask"]
+    if "kv_lens" in scores:
+        seen = seen & (np.arange(case.seqlen_k) < scores["kv_lens"][:, None, None, None])
     return seen
 
 
 def check_case(case, rng, device):
     """The list of faults found (strings), empty when the case passes."""
-    pairs = case.arrays(rng)
+    pairs, scores = case.arrays(rng), case.scored(rng)
     *inputs, dout = (view(device.put(base)) for base, view in pairs)
-    (out, lse), pullback = cuflash.attention_vjp(*inputs, return_lse=True, **case.options)
+    options = case.options | on_device(device, scores)
+    (out, lse), pullback = cuflash.attention_vjp(*inputs, return_lse=True, **options)
     grads = pullback(dout)
     got = [device.get(x) for x in (out, lse, grads.dq, grads.dk, grads.dv)]
-    again = device.get(cuflash.attention(*inputs, **case.options))
+    again = device.get(cuflash.attention(*inputs, **options))
     faults = [] if again.tobytes() == got[0].tobytes() else ["out differs between two equal calls"]
 
     q, k, v, dout = (view(base) for base, view in pairs)
+    options = case.options | scores
     truth = [
-        *reference.attention(q, k, v, **case.options),
-        *reference.attention_backward(dout, q, k, v, **case.options),
+        *reference.attention(q, k, v, **options),
+        *reference.attention_backward(dout, q, k, v, **options)[:3],
     ]
     swap = (lambda x: np.swapaxes(x, 1, 2)) if case.layout == "bshd" else (lambda x: x)
-    textbook, score = plain(case, *map(swap, (q, k, v, dout)))
+    textbook, score = plain(case, scores, *map(swap, (q, k, v, dout)))
     sizes = term_sizes(case, q, k, v, dout)
     for name, value, exact, beside in zip(sizes, got, truth, map(swap, textbook)):
         fault = compare(name, value, exact, beside, sizes[name], score)
         faults += [fault] if fault else []
     return faults
+
+
+def on_device(device, scores):
+    """The options with their arrays where the others are."""
+    return {
+        name: device.put(x) if isinstance(x, np.ndarray) else x for name, x in scores.items()
+    }
 
 
 def term_sizes(case, q, k, v, dout):
@@ -274,7 +325,8 @@ def _build_kernels(numbers, seed, dtypes, device, jobs):
         case, rng = _drawn(number, seed, dtypes)
         try:
             q, k, v, dout = (view(device.put(base)) for base, view in case.arrays(rng))
-            plans.update(dict.fromkeys(prebuild.plans_of_call(dout, q, k, v, case.options)))
+            options = case.options | on_device(device, case.scored(rng))
+            plans.update(dict.fromkeys(prebuild.plans_of_call(dout, q, k, v, options)))
         except Exception:  # the case itself is going to fail by the same error, and to report it
             continue
     arch = jit.architecture(*divmod(device.capability, 10))

@@ -17,26 +17,38 @@ def _on_device(cupy, views):
     return [cupy.ndarray(None, base=np.asarray(view)) for view in views]
 
 
+def _options(cupy, options):
+    return {
+        name: cupy.ndarray(None, base=x) if isinstance(x, np.ndarray) else x
+        for name, x in options.items()
+    }
+
+
 def _cases(count):
+    """(case, q, k, v and dout, all options) of the first cases of the check command."""
     for number in range(count):
         case, rng = cli_check._drawn(number, 0, DTYPES)
-        yield case, [view(base) for base, view in case.arrays(rng)]
+        views = [view(base) for base, view in case.arrays(rng)]
+        yield case, views, case.options | case.scored(rng)
 
 
 def test_listed_are_the_kernels_that_a_call_launches(on_host):
     """Random calls of the check command: both families, packed and strided inputs, groups."""
     cupy, launch = on_host
-    kernels = set()
-    for case, views in _cases(60):
+    kernels, scored = set(), set()
+    for case, views, options in _cases(60):
         q, k, v, dout = _on_device(cupy, views)
+        options = _options(cupy, options)
+        scored.update(case.scores)
         launch.log.clear()
-        listed = prebuild.plans_of_call(dout, q, k, v, case.options)
+        listed = prebuild.plans_of_call(dout, q, k, v, options)
         assert not launch.log  # nothing is launched by listing
-        attention_vjp(q, k, v, **case.options)[1](dout)
+        attention_vjp(q, k, v, **options)[1](dout)
         assert list(dict.fromkeys(listed)) == _launched(launch.log)
         kernels |= {plan.kernel for plan in listed}
     hopper = {"fwd_sm90", "bwd_sm90", "bwd_sm90_wide"}
     assert kernels == hopper | {"fwd_portable", "bwd_portable", "delta", "cast"}
+    assert scored == set(cli_check._SCORES)
 
 
 def test_listed_are_the_kernels_of_all_launches_of_many_leading_axes(on_host):
@@ -72,7 +84,7 @@ def test_check_builds_what_its_cases_launch(on_host, monkeypatch, capsys):
 
     def plans_of_call(*arguments):
         *views, options = arguments
-        return list_plans(*_on_device(cupy, views), options)
+        return list_plans(*_on_device(cupy, views), _options(cupy, options))
 
     def build_all(plans, arch, jobs):
         assert (arch, jobs) == ("sm_90a", 3)
@@ -85,9 +97,9 @@ def test_check_builds_what_its_cases_launch(on_host, monkeypatch, capsys):
     monkeypatch.setattr(jit, "is_built", lambda plan, arch: plan.kernel == "delta")
     cli_check._build_kernels(range(20), 0, DTYPES, _Device(), 3)
     launch.log.clear()
-    for case, views in _cases(20):
+    for _, views, options in _cases(20):
         q, k, v, dout = _on_device(cupy, views)
-        attention_vjp(q, k, v, **case.options)[1](dout)
+        attention_vjp(q, k, v, **_options(cupy, options))[1](dout)
     assert set(built) == {plan for plan in _launched(launch.log) if plan.kernel != "delta"}
     said = capsys.readouterr()
     assert f"{len(built)} of {len(_launched(launch.log))} kernels are not in the cache" in said.out
