@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .scores import DOCUMENTS
+
 _TOKENS = 16384  # batch * seqlen of the GPU tables: the convention of the FlashAttention papers
 _WIDTH = 2048  # heads * head_dim, likewise
 
@@ -29,11 +31,13 @@ class Case:
     seqlen_k: int = 0  # 0: seqlen
     head_dim_v: int = 0  # 0: head_dim
     left: int | None = None  # with causal: keys before a query's own that it sees
+    option: str = ""  # on scores: a name in scores.py
 
     @property
     def name(self):
         mask = "causal" if self.causal else "full"
         mask += f" window {self.left + 1}" if self.left is not None else ""
+        mask += f" {self.option}" if self.option else ""
         heads = f"h{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads else "")
         lengths = f"n{self.seqlen}" + (f"x{self.seqlen_k}" if self.seqlen_k else "")
         dims = f"d{self.head_dim}" + (f",{self.head_dim_v}" if self.head_dim_v else "")
@@ -61,6 +65,10 @@ class Case:
         the FlashAttention papers count, else exactly.
         """
         rows, keys = self.seqlen, self.seqlen_k or self.seqlen
+        if self.option == "segments":
+            return int((np.bincount(np.arange(rows) * DOCUMENTS // rows) ** 2).sum())
+        if self.option == "lengths":
+            return rows * (keys - keys // 8)
         if not self.causal:
             return rows * keys
         if self.left is None and rows == keys:
@@ -107,6 +115,13 @@ def _shapes(way):
     return cases
 
 
+def _scores(way):
+    """Options on scores, beside the same call without; FlexAttention has some of them."""
+    names = ("", "softcap", "score_mod", "alibi", "bias", "mask", "lengths", "segments", "dropout")
+    cases = [Case(way, "gpu", "bfloat16", 2, 16, 8192, 128, option=name) for name in names]
+    return [*cases, Case(way, "gpu", "bfloat16", 2, 16, 8192, 128, True, left=1023)]
+
+
 def _wide():
     """The dtypes that tensor cores of 16 bits do not serve."""
     return [
@@ -135,6 +150,7 @@ SETS = {
     "fwd": _gpu("fwd"),
     "bwd": _gpu("bwd"),
     "shapes": _shapes("fwd") + _shapes("bwd"),
+    "scores": _scores("fwd") + _scores("bwd"),
     "wide": _wide(),
     "host": _host(),
     "cpu": _cpu(),

@@ -15,6 +15,8 @@ import numpy as np
 
 import cuflash
 
+from . import scores
+
 _EAGER_LIMIT = 1 << 34  # bytes of scores: beyond that eager attention is a test of the allocator
 
 
@@ -40,11 +42,18 @@ def _numpy_dtype(name):
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def _cuflash(deterministic):
+def _cuflash(deterministic, plain=False):
+    """``plain``: the same call without its option on scores or its window."""
+
     def prepare(case, q, k, v, dout):
-        options = {"causal": case.causal}
-        if case.left is not None:
-            options["window"] = (case.left, None)
+        if plain and not case.option and case.left is None:
+            raise Skip("the call has no option to leave out")
+        options, need = {"causal": case.causal}, ("q", "k", "v")
+        if not plain:
+            need = scores.need(case)
+            options |= scores.options(case, _library(case))
+            if case.left is not None:
+                options["window"] = (case.left, None)
         if case.way == "fwd":
             if not deterministic:
                 raise Skip("the forward pass is always deterministic")
@@ -52,10 +61,18 @@ def _cuflash(deterministic):
             return lambda: cuflash.attention(q, k, v, out=out, **options)
         out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
         return lambda: cuflash.attention_backward(
-            dout, q, k, v, out, lse, deterministic=deterministic, **options
+            dout, q, k, v, out, lse, deterministic=deterministic, need=need, **options
         )
 
     return prepare
+
+
+def _library(case):
+    if case.home == "cpu":
+        return np
+    import cupy
+
+    return cupy
 
 
 def _eager(case, q, k, v, dout):
@@ -122,13 +139,41 @@ def _sdpa(backend):
     return prepare
 
 
+def _flex(case, q, k, v, dout):
+    _sixteen_bit(case)
+    if case.causal and case.left is None or case.kv_heads or case.seqlen_k:
+        raise Skip("it is timed for options on scores")
+    torch, (q, k, v, dout) = _torch(case, q, k, v, dout)
+    flex = _need("torch.nn.attention.flex_attention")
+    if case.left is not None:
+        left = case.left
+        mods = None, (lambda b, h, i, j: (j <= i) & (i - j <= left)), ()
+    else:
+        try:
+            mods = scores.flex(case, torch)
+        except KeyError:
+            raise Skip("it is not timed for this option") from None
+    score_mod, mask_mod, wanted = mods
+    blocks = None
+    if mask_mod is not None:
+        blocks = flex.create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2])
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+
+    def forward():
+        return compiled(q, k, v, score_mod=score_mod, block_mask=blocks)
+
+    return _with_autograd(torch, case, forward, (q, k, v, *wanted), dout)
+
+
 def _maskable(case):
+    if case.option:
+        raise Skip("it has no options on scores here")
     if case.left is not None or (case.causal and case.seqlen_k not in (0, case.seqlen)):
         raise Skip("it has no window, and its causal mask is the top left one")
 
 
 def _square(case):
-    if case.kv_heads or case.seqlen_k or case.left is not None:
+    if case.kv_heads or case.seqlen_k or case.left is not None or case.option:
         raise Skip("it is timed for as many keys as queries, of as many heads")
 
 
@@ -190,6 +235,9 @@ _OURS = {"cuflash": _cuflash(True), "cuflash non-det": _cuflash(False)}
 PEERS = {
     "gpu": {
         **_OURS,
+        "plain": _cuflash(True, plain=True),
+        "plain non-det": _cuflash(False, plain=True),
+        "Flex": _flex,
         "cuDNN": _sdpa("CUDNN_ATTENTION"),
         "FA2": _sdpa("FLASH_ATTENTION"),
         "efficient": _sdpa("EFFICIENT_ATTENTION"),
