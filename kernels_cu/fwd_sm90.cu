@@ -323,13 +323,20 @@ struct Consumer {
         const Loader box(p, piece, 1);
 #pragma unroll
         for (int first = 0; first < kPanelsV; first += Plan::kOutPanels) {
-            wait_out();
+            // A piece that comes again writes where its first output goes: two copies on their way
+            // keep no order.
+            wait_out((Plan::kLate || Plan::kLazy) && piece.exact());
             store_panels(o, first, box, dirty);
         }
     }
-    // Until what left last was read.
-    __device__ __forceinline__ void wait_out() const {
-        if (kByTma && lane_id() == 0) bulk_wait_read<0>();
+    // Until what left last was read, or has arrived.
+    __device__ __forceinline__ void wait_out(bool arrived = false) const {
+        if (kByTma && lane_id() == 0) {
+            if (arrived)
+                bulk_wait_all();
+            else
+                bulk_wait_read<0>();
+        }
         __syncwarp();
     }
     // Panels first .. first + kOutPanels of the output, to shared memory and on to where they
