@@ -290,10 +290,9 @@ struct Consumer {
                           range.end * Plan::kBlockN,
                           Mask<true>{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k});
     }
-    // Cleaners may be pieces ahead: then there is nothing to restore, and no harm done.
     __device__ __forceinline__ bool is_dirty() const {
-        const uint4 last = smem.dirty().get();
-        return max_of(last.x, last.y) >= piece().number();
+        const u32 number = piece().number(), words = smem.dirty(pieces.cursor.stage);
+        return load_shared(words) == number || load_shared(words + 4) == number;
     }
     __device__ __forceinline__ void store(Output& o) {
         const Piece piece = this->piece();

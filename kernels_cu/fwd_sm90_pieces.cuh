@@ -118,8 +118,8 @@ struct Shared {
     __device__ __forceinline__ u32 failed(int slot) const { return base + kPieces + 48 + 4 * slot; }
     // How many pieces were handed out: registers of the producer are full.
     __device__ __forceinline__ u32 count() const { return base + kPieces + 56; }
-    // The last piece in whose values a warp found inf or NaN, a word for each cleaner.
-    __device__ __forceinline__ SharedValue<uint4> dirty() const { return {base + kPieces + 32}; }
+    // The last of the slot's pieces in whose values inf or NaN were found, a word for each cleaner.
+    __device__ __forceinline__ u32 dirty(int slot) const { return base + kPieces + 32 + 8 * slot; }
 
     __device__ __forceinline__ void init() const {
         for (int place = 0; place < kQPlaces; ++place) {
@@ -137,8 +137,10 @@ struct Shared {
             mbarrier_init(v_empty(stage), kConsumerWarps + kCleaners);
             mbarrier_init(v_clean(stage), max_of(1, kCleaners));
         }
-        dirty().set(uint4{0, 0, 0, 0});
-        for (int slot = 0; slot < kPieceSlots; ++slot) store_shared(failed(slot), 0);
+        for (int slot = 0; slot < kPieceSlots; ++slot) {
+            store_shared(failed(slot), 0);
+            for (int n = 0; n < 2; ++n) store_shared(dirty(slot) + 4 * n, 0);
+        }
         store_shared(count(), 0);
         fence_mbarrier_init();
     }
@@ -350,7 +352,7 @@ struct Cleaner {
                 const Piece piece = pieces.current();
                 if (is_masked(pieces.keys(), n) && (!Plan::kLazy || piece.exact())) {
                     if (clean(smem.v(cursor.stage)))
-                        store_shared(smem.dirty().address + 4 * warp, piece.number());
+                        store_shared(smem.dirty(pieces.cursor.stage) + 4 * warp, piece.number());
                     fence_proxy_async();
                 }
                 warp_arrive(smem.v_clean(cursor.stage));

@@ -2,7 +2,7 @@
 and every kind of Hopper's kernels.
 
     export PYTHONPATH=.
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize_cases.py
+    compute-sanitizer --report-api-errors no --error-exitcode 1 python tests/sanitize_cases.py
 
 and the same with --tool racecheck, synccheck and initcheck; `sanitize_cases.py 2 8` runs the second
 of eight parts, several of which may run side by side. Results are compared with the reference as
