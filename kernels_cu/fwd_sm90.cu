@@ -255,11 +255,11 @@ struct Consumer {
         const Piece piece = this->piece();
         const int row = warp / 4 * 64;
         BlockRange own = Plan::kSkip ? piece.keys(p, row, 64) : range;
-        if (piece.first_row + row >= p.seqlen_q || own.begin >= own.end)
+        if (!piece.any_exists(p, row) || own.begin >= own.end)
             return {range.begin, range.begin, range.begin, range.begin};
         // Full blocks count on references: before them each row must have seen a key.
         if constexpr (Plan::kBand && Plan::kLate) {
-            const int first = piece.first_row + (Plan::kSkip ? row : 0);
+            const int first = Piece::existing(piece.first_row + (Plan::kSkip ? row : 0));
             own.full_end =
                 min_of(own.full_end, min_of(first + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
         }
@@ -297,6 +297,7 @@ struct Consumer {
     __device__ __forceinline__ void store(Output& o) {
         const Piece piece = this->piece();
         const int first_row = piece.first_row + 16 * warp;
+        if (Plan::kBand && first_row < 0) return;
         softmax.finish();
         if (p.lse != nullptr && lane_id() % 4 == 0) {
             float* lse =
