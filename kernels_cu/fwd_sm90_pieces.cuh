@@ -369,6 +369,10 @@ struct Cleaner {
                         store_shared(smem.dirty(pieces.cursor.stage) + 4 * warp, piece.number());
                     fence_proxy_async();
                 }
+                // With kLazy consumers wait for this barrier in some pieces only; that nobody waited
+                // for a phase is an error to synccheck.
+                if constexpr (Plan::kLazy)
+                    mbarrier_wait(smem.v_clean(cursor.stage), cursor.phase ^ 1);
                 warp_arrive(smem.v_clean(cursor.stage));
                 warp_arrive(smem.v_empty(cursor.stage));
                 cursor.next();

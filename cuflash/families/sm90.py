@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan import CPP_TYPES, Plan, round_up
 
@@ -81,13 +81,18 @@ def reject(problem, device, access) -> str | None:
 
 
 def forward_tile(problem) -> Tile:
-    """The table's tile for a problem."""
+    """The table's tile for a problem: by the keys that a query sees at most."""
     rows = (
         row for (dim, dim_v), row in FORWARD_TILES.items()
         if problem.head_dim <= dim and problem.head_dim_v <= dim_v
     )
     tiles = next(rows)[problem.band is None]
-    return tiles[min(keys for keys in tiles if problem.seqlen_k <= keys)]
+    seen = problem.seqlen_k
+    if problem.band is not None:
+        seen = min(seen, problem.band.hi - problem.band.lo + 1)
+    tile = tiles[min(keys for keys in tiles if seen <= keys)]
+    # Blocks at both ends of a window are masked, and values in them would be looked through.
+    return replace(tile, lazy=True) if seen < problem.seqlen_k else tile
 
 
 def takes(problem, tile: Tile) -> bool:
