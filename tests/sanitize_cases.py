@@ -7,6 +7,9 @@ and every kind of Hopper's kernels.
 and the same with --tool racecheck, synccheck and initcheck; `sanitize_cases.py 2 8` runs the second
 of eight parts, several of which may run side by side. Results are compared with the reference as
 well, so the script also fails by itself. It needs a GPU.
+
+memcheck and initcheck find nothing. racecheck and synccheck find nothing in the portable kernels; in
+Hopper's they report the patterns of sanitize_patterns.py, and what they report must be one of them.
 """
 
 from __future__ import annotations
