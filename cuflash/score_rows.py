@@ -18,6 +18,10 @@ _SIZES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
+_LONG = {
+    "fetch", "floor_divide", "remainder", "power", "exp", "expm1", "log", "log1p", "sin", "cos",
+    "sqrt",
+}  # fmt: skip
 _TYPES = {"float": "Accum", "int": "int", "bool": "bool"}
 # Whole numbers are compared with a key by their distance to the lane's first one, which then is
 # computed once: what a number below -1 says of keys, -1 says too.
@@ -37,15 +41,26 @@ def ahead_registers(options, paired, tiles: int) -> int:
     return total
 
 
-def query_registers(options, paired) -> int:
-    """About as many as the two queries of a lane take."""
-    total = 2 + 4 * options.dropout
-    for n, arg in enumerate(options.args):
-        if arg.kind != "grid" or not arg.along[1]:
-            total += 2 if arg.kind == "grid" and arg.along[0] else 1
-        else:
-            total += 4 if arg.along[0] else 2
-    return total
+def query_registers(options) -> int:
+    """About as many as what the two queries of a lane keep."""
+    writer = _Writer(options, {"b": "b", "h": "h"})
+    used = writer.functions()
+    total = 2 + 10 * options.dropout
+    total += 8 * max(0, len(used) + options.dropout - 1)  # addresses beside each other
+    for (kind, *_), name in writer.fields.items():
+        width = 6 + 3 if kind == "CappedSeries" else 1
+        total += width * (2 if name in writer.own else 1)
+    return total + sum(4 if options.args[n].along[0] else 2 for n in used)
+
+
+def is_long(options) -> bool:
+    """Whether a pair takes many instructions: reads by computed indices, integer divisions, calls
+    of the mathematical library.
+    """
+    writer = _Writer(options, {})
+    terms = [x for root in _roots(options) for x in ordered(root) if not writer.fixed(x)]
+    wide = any(x.op == "element" and item_bytes(options.args[x.value]) > AHEAD_BYTES for x in terms)
+    return wide or any(x.op in _LONG for x in terms)
 
 
 def changes(options) -> bool:
@@ -59,6 +74,7 @@ class _Writer:
     def __init__(self, options, symbols):
         self.options, self.symbols = options, symbols
         self.fields: dict = {}  # (type, lines) of a query's value: its name
+        self.own: set = set()  # names of those that differ between queries
         self.depends: dict = {}
         self.bent: dict = {}  # arguments of tanh that pairs change
         self.caps: dict = {}  # names of the fields that hold a CappedSeries
@@ -80,12 +96,14 @@ class _Writer:
         """Whether a query's value, which no key changes."""
         return not self.of(node) & {"s", "j"}
 
-    def field(self, kind, body) -> str:
-        """The name of a query's value. ``body``: lines, the last of them an expression."""
+    def field(self, kind, body, node=None) -> str:
+        """The name of a query's value of ``node``. ``body``: lines, the last of them an expression.
+        """
         key = kind, *body
-        if key not in self.fields:
-            self.fields[key] = f"h{len(self.fields)}"
-        return f"q.{self.fields[key]}"
+        name = self.fields.setdefault(key, f"h{len(self.fields)}")
+        if node is not None and "i" in self.of(node):
+            self.own.add(name)
+        return f"q.{name}"
 
     def _fixed_body(self, node):
         names = {**self.symbols, "element": lambda n: f"arg{n}(i, 0)"}
@@ -134,7 +152,7 @@ class _Writer:
         if node.op == "const":
             return render(node)[1]
         if self.fixed(node):
-            return self.field(_TYPES[node.kind], self._fixed_body(node))
+            return self.field(_TYPES[node.kind], self._fixed_body(node), node)
         if node.op == "element":
             return f"at.arg{node.value}"
         if node.op == "fetch":
@@ -159,7 +177,7 @@ class _Writer:
             (node.operands[::-1], _MIRRORED[_ORDERS[node.op]]),
         ):
             if a is symbol("j") and b.kind == "int" and self.fixed(b):
-                bound = self.field("int", self._wrapped(b, "max_of(", ", -1)"))
+                bound = self.field("int", self._wrapped(b, "max_of(", ", -1)"), b)
                 return f"(j.beyond {order} {bound} - j.first)"
         return None
 
@@ -183,7 +201,7 @@ class _Writer:
         other = a if b is symbol("j") else b
         if not self.fixed(other) or other.op == "const":
             return None
-        whole = "q.i" if other is symbol("i") else self.field("int", self._fixed_body(other))
+        whole = "q.i" if other is symbol("i") else self.field("int", self._fixed_body(other), other)
         return f"{'' if b is symbol('j') else '-'}distance({whole}, j)"
 
     def _divide(self, node, text):
@@ -196,7 +214,7 @@ class _Writer:
     def _inverse(self, node):
         if node.op == "const":
             return render(constant(1.0 / node.value if node.value else float("inf")))[1]
-        return self.field("Accum", self._wrapped(node, "inverse_of(", ")"))
+        return self.field("Accum", self._wrapped(node, "inverse_of(", ")"), node)
 
     def _tanh(self, node, text):
         self.bent.setdefault(node.operands[0])
@@ -209,10 +227,24 @@ class _Writer:
                 continue
             if bent.operands[0].op == "divide" and bent.operands[0].operands == (symbol("s"), c):
                 body = self._wrapped(c, "CappedSeries(Accum(p.scale), ", ")")
-                name = self.field("CappedSeries", body)
+                name = self.field("CappedSeries", body, c)
                 self.caps.setdefault(name)
                 return f"{name}.at<kNear>(s)"
         return None
+
+    def functions(self):
+        """Writes all functions once; the elements that they use and a key changes."""
+        program = self.options.program
+        self.value, self.seen = ["return s;"], ["return true;"]
+        if changes(self.options):
+            self.value = self.function(program.value)
+        if program is not None and program.visible is not None:
+            self.seen = self.function(program.visible)
+        self.bends = bool(self.bent or self.caps)
+        self.reached = self.reach() if self.bends else ((), ())
+        roots = _roots(self.options)
+        used = {x.value for root in roots for x in ordered(root) if x.op == "element"}
+        return [n for n in sorted(used) if self.options.args[n].along[1]]
 
     def reach(self):
         """(lines of reach, lines of near)"""
@@ -255,19 +287,11 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
         (Arg, place) -> its element there in C++.
     """
     writer = _Writer(options, symbols)
-    program = options.program
-    value, seen = ["return s;"], ["return true;"]
-    if changes(options):
-        value = writer.function(program.value)
-    if program is not None and program.visible is not None:
-        seen = writer.function(program.visible)
-    bends = bool(writer.bent or writer.caps)
-    reach, near = writer.reach() if bends else ((), ())
-    used = {x.value for root in _roots(options) for x in ordered(root) if x.op == "element"}
-    used = [n for n in sorted(used) if options.args[n].along[1]]
+    used = writer.functions()
     lines = [
         f"static constexpr bool kChanges = {str(changes(options)).lower()};",
-        f"static constexpr bool kBends = {str(bends).lower()};",
+        f"static constexpr bool kLong = {str(is_long(options)).lower()};",
+        f"static constexpr bool kBends = {str(writer.bends).lower()};",
     ]
     for n, arg in enumerate(options.args):
         if arg.kind == "free":
@@ -275,10 +299,11 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
     lines += _query(writer, options, used, elements)
     lines += _elements(options, used, elements, read, [n for n in used if n in paired])
     pair = "const Params& p, Accum s, const Query& q, Key j, const Elements& at"
-    lines += ["template <bool kNear>", *_function(f"Accum value({pair})", value)]
-    lines += _function("bool visible(const Params& p, const Query& q, Key j, const Elements& at)",
-                       seen)
-    if bends:
+    lines += ["template <bool kNear>", *_function(f"Accum value({pair})", writer.value)]
+    pair_of_places = pair.replace("Accum s, ", "")
+    lines += _function(f"bool visible({pair_of_places})", writer.seen)
+    if writer.bends:
+        reach, near = writer.reached
         lines += _function(f"float reach({pair})", reach)
         lines += _function("float near(const Query& q)", near)
     return lines

@@ -55,9 +55,14 @@ REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 # With options on scores, which need registers of their own: two warpgroups of consumers, the first
 # that holds all of it. Hidden inf and NaN are looked for only where an output is not finite.
-SCORE_TILES = tuple(Tile(128, keys, 2, lazy=True) for keys in (128, 112, 96, 80, 64, 48, 32))
-WIDE_SCORE_TILES = (*SCORE_TILES[4:], Tile(64, 48, 2, lazy=True), Tile(64, 32, 2, lazy=True))
+SCORE_TILES = (
+    *(Tile(128, keys, 2, lazy=True) for keys in (128, 112, 96, 80, 64, 48, 32)),
+    *(Tile(64, keys, 2, lazy=True) for keys in (48, 32, 16)),
+)
 SCORE_REGISTERS = 16  # of a consumer, to compute with
+BAND_REGISTERS = 16  # which has loops for masked and for full blocks
+LONG_REGISTERS = 48  # where a pair takes many instructions
+LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
 SMEM = 227 * 1024
 
 WARPGROUP_ROWS = 64  # of queries: each consumer warpgroup's are loaded apart
@@ -82,8 +87,10 @@ def reject(problem, device, access) -> str | None:
 
 
 def _score_tile(problem, options, paired) -> Tile:
-    """With options that pairs are computed with: the widest whose registers hold all of it."""
-    tiles = SCORE_TILES if problem.head_dim_v <= 192 else WIDE_SCORE_TILES
+    """With options on scores: the widest whose registers hold all of it, else the narrowest."""
+    tiles = [
+        tile for tile in SCORE_TILES if tile.block_n <= LONG_KEYS or not score_rows.is_long(options)
+    ]
     for tile in tiles:
         if takes(problem, tile, options, paired) and forward_smem(problem, tile)[0] <= SMEM:
             return tile
@@ -114,7 +121,9 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
     others = OTHER_REGISTERS
     if options:
         others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
-        others += SCORE_REGISTERS + score_rows.query_registers(options, paired)
+        others += SCORE_REGISTERS + score_rows.query_registers(options)
+        others += BAND_REGISTERS * (problem.band is not None)
+        others += LONG_REGISTERS * score_rows.is_long(options)
     return accumulators + others <= REGISTERS[tile.block_m // 64][1]
 
 
@@ -152,11 +161,11 @@ def forward_plan(
     """
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
     options = Options.of(problem)
-    tile = forward_tile(problem, paired) if tile is None else tile
+    given, tile = tile, forward_tile(problem, paired) if tile is None else tile
     smem, q_slots, out_panels, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
-    if not takes(problem, tile, options, paired):
+    if given is not None and not takes(problem, tile, options, paired):
         raise NotImplementedError(
             f"{tile} needs more than {consumer_registers} registers a thread for head_dim_v "
             f"{problem.head_dim_v}"

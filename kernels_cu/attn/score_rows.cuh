@@ -40,7 +40,16 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
             queries[half] = score.query(row + 8 * half + lane_id() / 4);
         if constexpr (Score::kDropout) dropout = score.dropout(), first_row = row;
     }
-    static __device__ __forceinline__ int first_key(int col) { return col + lane_id() % 4 * 2; }
+    // Opaque: addresses and numbers made of it are not carried from block to block in registers.
+    static __device__ __forceinline__ int first_key(int col) {
+        return opaque(col + lane_id() % 4 * 2);
+    }
+    // What pairs are computed with would begin before the product's end, and all pairs at once, with
+    // registers for each: where that is much, it waits for a score. (No length is negative, which
+    // the assembler cannot know.)
+    static __device__ __forceinline__ int after(const Params& p, float x) {
+        return Score::kLong ? __float_as_int(x) & (p.seqlen_k >> 31) : 0;
+    }
 
     // What the keys from `col` on need, while the product runs.
     __device__ __forceinline__ void read(const Params& p, int col) {
@@ -51,17 +60,20 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
         if constexpr (Score::kDropout) dropout.keep(kept, first_row, col);
     }
     // f(score, query, half, n, r, key)
-    template <class F> __device__ __forceinline__ void for_each(Scores& s, int col, F f) const {
-        const int first = first_key(col);
+    template <class F>
+    __device__ __forceinline__ void for_each(const Params& p, Scores& s, int col, F f) const {
+        int first = first_key(col) + after(p, s.x[0][0][0]);
 #pragma unroll
-        for (int n = 0; n < kColTiles; ++n)
+        for (int n = 0; n < kColTiles; ++n) {
+            if (n > 0 && n % 2 == 0) first += after(p, s.x[0][n - 1][3]);
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 f(s.x[0][n][r], queries[r / 2], r / 2, n, r % 2, Key{first, 8 * n + r % 2});
+        }
     }
     template <bool kNear>
     __device__ __forceinline__ void evaluate(const Params& p, Scores& s, int col) const {
-        for_each(s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
+        for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
             const auto at = Score::elements(p, ahead, q, half, n, r, j);
             if constexpr (Score::kChanges) x = Score::template value<kNear>(p, x, q, j, at);
             if constexpr (Score::kHides)
@@ -73,7 +85,7 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     __device__ __forceinline__ void apply(const Params& p, Scores& s, int col) const {
         if constexpr (Score::kBends) {
             float most[2] = {0, 0};
-            for_each(s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
+            for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
                 const auto at = Score::elements(p, ahead, q, half, n, r, j);
                 most[half] = fmax_of(most[half], Score::reach(p, x, q, j, at));
             });
