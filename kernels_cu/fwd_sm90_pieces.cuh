@@ -15,7 +15,9 @@ using T = Plan::Element;
 inline constexpr int kConsumers = Plan::kBlockM / 64;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
 inline constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-inline constexpr int kCleaners = Plan::kBand ? 2 : 0;  // warps; the producer's warpgroup has them
+// Whether keys of the sequence may be hidden from a query.
+inline constexpr bool kHidden = Plan::kBand || Score::kHides;
+inline constexpr int kCleaners = kHidden ? 2 : 0;  // warps; the producer's warpgroup has them
 static_assert(sizeof(T) == 2, "wgmma with 16-bit operands");
 static_assert(Plan::kBlockM % 64 == 0 && Plan::kBlockM <= 256, "a box has at most 256 rows");
 static_assert(Plan::kBlockN % 16 == 0 && Plan::kBlockN <= 256, "P is an operand of 16 keys a step");
@@ -364,7 +366,8 @@ struct Cleaner {
             for (int n = pieces.keys().end - 1; n >= pieces.keys().begin; --n) {
                 mbarrier_wait(smem.v_full(cursor.stage), cursor.phase);
                 const Piece piece = pieces.current();
-                if (is_masked(pieces.keys(), n) && (!Plan::kLazy || piece.exact())) {
+                const bool masked = Score::kHides || is_masked(pieces.keys(), n);
+                if (masked && (!Plan::kLazy || piece.exact())) {
                     if (clean(smem.v(cursor.stage)))
                         store_shared(smem.dirty(pieces.cursor.stage) + 4 * warp, piece.number());
                     fence_proxy_async();

@@ -15,6 +15,7 @@
 #include "../ptx/misc.cuh"
 #include "../tile/rows.cuh"
 #include "dropout.cuh"
+#include "score_keys.cuh"
 #include "score_gradients.cuh"
 
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
