@@ -100,7 +100,7 @@ struct KeyOwner : Consumer {
             start_dk(dk, ds);
             wgmma_wait_group<1>();
             // Where dQ is a single part, both compute it and one adds it.
-            if (kDqParts == 2 || __any_sync(kFullWarp, warpgroup == 0)) hand_over(dq, warpgroup);
+            if (kDqParts == 2 || __any_sync(kFullWarp, warpgroup == 0)) hand_over(dq, warpgroup, ring.stage);
         } else {
             start_dk(dk, ds);
             wgmma_wait_group<1>();

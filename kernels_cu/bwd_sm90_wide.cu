@@ -93,7 +93,7 @@ struct WeightHalf : Half {
                 wgmma_fence();
                 start_dq(dq, part);
                 wgmma_wait_group<0>();
-                hand_over(dq, 0);
+                hand_over(dq, 0, q.stage);
             });
         wgmma_wait_group<0>();
         if constexpr (kMasked && Plan::kBand) reload_k();
@@ -172,7 +172,7 @@ struct DsHalf : Half {
                 wgmma_fence();
                 start_dq(dq, part);
                 wgmma_wait_group<0>();
-                hand_over(dq, 1);
+                hand_over(dq, 1, q.stage);
             });
         Cursor<Plan::kStagesV> next = dout;
         if (!last) next.next();
