@@ -15,9 +15,11 @@ DIRECTIONS = ("backward",)
 @dataclass(frozen=True)
 class Tile:
     """How one block cuts the problem: kBlockM queries, kBlockN keys, ring stages of q and of dout;
-    ``wide``: the warpgroups divide the products, not the keys (bwd_sm90_wide.cu). And of sums in
-    turns: how many threads add, whether the first writes, and how far apart, in blocks of queries,
-    those are that go round together.
+    ``wide``: the warpgroups divide the products, not the keys (bwd_sm90_wide.cu).
+
+    Of dq in turns: how many threads add, whether the first writes, and how far apart, in blocks of
+    queries, those are that go round together. Of wide kernels: buffers of dq, and whether dP^T of
+    the next block runs while the last part of dq leaves.
     """
 
     block_m: int
@@ -28,6 +30,8 @@ class Tile:
     reducers: int = 2
     store_first: bool = True
     distance: int = 2
+    dq_buffers: int = 3
+    dp_early: bool = True
 
 
 # By largest padded head dimension.
@@ -94,7 +98,7 @@ def turn_groups(problem, tile: Tile, num_sms: int, heads: int) -> tuple[int, int
 
 
 def backward_smem(
-    head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool, reducers: int
+    head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool, reducers: int, dq_buffers: int
 ) -> int:
     """Bytes of shared memory, the sum that attn/backward_sm90.cuh asserts."""
     row, row_v = (round_up(d, 64) * 2 for d in (head_dim, head_dim_v))
@@ -104,7 +108,7 @@ def backward_smem(
     exchange = tile.block_m * tile.block_n * 4 if tile.wide else 0
     dq = 2 * 64 * 4 * (head_dim if tile.block_m == 128 else 64) if need_dq else 0
     stats = 4 * tile.block_m * (2 * tile.stages + tile.stages_v)
-    barriers = 8 * (4 + 2 * reducers + 2 * (tile.stages + tile.stages_v))
+    barriers = 8 * (2 + dq_buffers * (1 + reducers) + 2 * (tile.stages + tile.stages_v))
     return keys + queries + ds + exchange + dq + stats + barriers + 16 + 1024
 
 
@@ -123,7 +127,8 @@ def backward_plan(
     tile = tile or tile_of(problem)
     ordered = deterministic and need_dq
     reducers = tile.reducers if ordered else 1
-    smem = backward_smem(head_dim, head_dim_v, tile, need_dq, reducers)
+    dq_buffers = tile.dq_buffers if tile.wide and head_dim > 128 else 2
+    smem = backward_smem(head_dim, head_dim_v, tile, need_dq, reducers, dq_buffers)
     columns = accum_columns(head_dim, tile)
     tail = problem.seqlen_q % tile.block_m != 0 or problem.seqlen_k % tile.block_n != 0
     constants = (
@@ -145,6 +150,8 @@ def backward_plan(
         ("kNeedDkv", need_dkv),
         ("kDeterministic", deterministic),
         ("kReducers", reducers),
+        ("kDqBuffers", dq_buffers),
+        ("kDpEarly", tile.dp_early),
         ("kStoreFirst", ordered and tile.store_first),
         ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kConsumerRegisters", CONSUMER_REGISTERS),

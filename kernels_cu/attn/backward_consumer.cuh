@@ -84,8 +84,10 @@ struct Consumer {
     }
     // A part of dQ to the reducer of the step whose q is in `stage`.
     __device__ __forceinline__ void hand_over(const QueryGrad& dq, int buffer, int stage) {
-        mbarrier_wait(smem.dq_empty(buffer), dq_phase);
-        dq_phase ^= 1;
+        if (!is_third(buffer)) {  // which is waited for where P^T is written
+            mbarrier_wait(smem.dq_empty(buffer), dq_phase);
+            dq_phase ^= 1;
+        }
         const u32 own = smem.dq(buffer) + thread / kWarpSize * kDqWarpBytes + lane_id() * 16;
 #pragma unroll
         for (int n = 0; n < kDqTiles; ++n)

@@ -70,6 +70,10 @@ inline constexpr int kDqTiles = kDqCols / 8;
 inline constexpr int kDqWarpBytes = kDqTiles * 512;
 inline constexpr int kDqBytes = Plan::kNeedDq ? 4 * kDqWarpBytes : 0;
 static_assert(Plan::kAccumTiles == (kDqByRows ? kDqTiles : 8 * kPanels), "cast.cu reads this");
+// The buffer that a part leaves through; where there is a third, it is P^T's place.
+static_assert(Plan::kDqBuffers == 2 || (Plan::kExchange && kDqParts > 2), "P^T is not there");
+__device__ constexpr bool is_third(int buffer) { return Plan::kDqBuffers == 3 && buffer == 2; }
+__device__ constexpr int dq_buffer(int part) { return is_third(part) ? 2 : part % 2; }
 inline constexpr bool kOrdered = Plan::kDeterministic && Plan::kNeedDq;
 
 inline constexpr int kVBegin = kKBytes;
@@ -81,7 +85,8 @@ inline constexpr int kDqBegin = kExchangeBegin + kExchangeBytes;
 inline constexpr int kStatsBegin = kDqBegin + 2 * kDqBytes;
 inline constexpr int kDeltaBegin = kStatsBegin + Plan::kStages * 2 * kRowBytes;
 inline constexpr int kBarriers = kDeltaBegin + Plan::kStagesV * kRowBytes;
-inline constexpr int kRings = 4 + 2 * Plan::kReducers;  // barriers before those of the rings
+// Barriers before those of the rings.
+inline constexpr int kRings = 2 + Plan::kDqBuffers * (1 + Plan::kReducers);
 inline constexpr int kNumBarriers = kRings + 2 * (Plan::kStages + Plan::kStagesV);
 static_assert(Plan::kReducers == 1 || Plan::kStages == 2, "a stage of q is a reducer's step");
 static_assert(!Plan::kStoreFirst || kOrdered, "somebody is the first");
@@ -111,7 +116,7 @@ struct Shared {
     }
     __device__ __forceinline__ u32 exchange() const { return base + kExchangeBegin; }
     __device__ __forceinline__ u32 dq(int buffer) const {
-        return base + kDqBegin + buffer * kDqBytes;
+        return is_third(buffer) ? exchange() : base + kDqBegin + buffer * kDqBytes;
     }
     __device__ __forceinline__ u32 row_max(int stage) const {
         return base + kStatsBegin + stage * 2 * kRowBytes;
@@ -125,7 +130,7 @@ struct Shared {
     __device__ __forceinline__ u32 v_full() const { return barrier(1); }
     __device__ __forceinline__ u32 dq_empty(int buffer) const { return barrier(2 + buffer); }
     __device__ __forceinline__ u32 dq_full(int buffer, int reducer) const {
-        return barrier(4 + buffer + 2 * reducer);
+        return barrier(2 + Plan::kDqBuffers * (1 + reducer) + buffer);
     }
     __device__ __forceinline__ u32 q_full(int stage) const { return barrier(kRings + stage); }
     __device__ __forceinline__ u32 q_empty(int stage) const {
@@ -142,7 +147,7 @@ struct Shared {
         return {barrier(kNumBarriers)};
     }
     __device__ __forceinline__ void init() const {
-        for (int n = 0; n < kRings; ++n) mbarrier_init(barrier(n), n < 4 ? 1 : 4);
+        for (int n = 0; n < kRings; ++n) mbarrier_init(barrier(n), n < 2 + Plan::kDqBuffers ? 1 : 4);
         for (int n = 0; n < Plan::kStages; ++n) {
             mbarrier_init(q_full(n), 1);
             mbarrier_init(q_empty(n), kConsumerWarps);
@@ -345,7 +350,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
             while (load_relaxed(flag) != turn) {}
 #pragma unroll
         for (int part = 0; part < kDqParts; ++part) {
-            const int buffer = part % 2;
+            const int buffer = dq_buffer(part);
             mbarrier_wait(smem.dq_full(buffer, reducer), phases >> buffer & 1);
             phases ^= 1u << buffer;
             // The rows of a warp, 16 each, are contiguous, and so are all where they are whole.
@@ -364,11 +369,11 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
             bulk_commit_group();
             if (part > 0) {
                 bulk_wait_read<1>();
-                mbarrier_arrive(smem.dq_empty(1 - buffer));
+                mbarrier_arrive(smem.dq_empty(dq_buffer(part - 1)));
             }
         }
         bulk_wait_read<0>();
-        mbarrier_arrive(smem.dq_empty((kDqParts - 1) % 2));
+        mbarrier_arrive(smem.dq_empty(dq_buffer(kDqParts - 1)));
         if constexpr (kOrdered) {
             bulk_wait_all();
             store_release(flag, turn + 1);
