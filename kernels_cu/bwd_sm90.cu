@@ -10,8 +10,8 @@
 //
 //     who                     registers  does
 //     warpgroup 0, warp 0     few        producer: loads k, v, then q, dout and row statistics
-//     warpgroup 0, warp 1     few        reducer: adds parts of dQ in L2; if deterministic in turns,
-//                  and 2                 and every other step is another warp's
+//     warpgroup 0, warp 1     few        reducer: adds parts of dQ in L2; if deterministic,
+//                  and 2                 in turns, each every other step
 //     warpgroups 1, 2         many       consumers: 64 keys each
 //
 // attn/backward_sm90.cuh has the barriers between them. Everything is computed transposed, so that

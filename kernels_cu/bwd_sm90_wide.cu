@@ -20,9 +20,9 @@
 //     kOwnDsFull       warpgroup 2 itself
 //
 // Shared memory: k | v | kStages x q | kStagesV x dout | dS | P^T | a part of dQ for each warpgroup |
-// statistics | barriers. At the end dk and dv are staged over k and v. Between dS and the next P^T a
-// second part of warpgroup 1's dQ leaves through the place of P^T (kDqBuffers == 3): it need not wait
-// until the first has left.
+// statistics | barriers. At the end dk and dv are staged over k and v. Between dS and the next P^T
+// a second part of warpgroup 1's dQ leaves through the place of P^T (kDqBuffers == 3): it need not
+// wait until the first has left.
 #include "attn/backward_consumer.cuh"
 
 static_assert(Plan::kBlockN == 64 && Plan::kBlockM == 64 && Plan::kExchange, "64 keys for both");

@@ -5,7 +5,7 @@
 // fragment: a lane has four pairs of neighbours, and those of its quad are 8 columns of 4 rows'
 // parts. Where rows are 16-byte pieces, the quad exchanges pairs so that each lane has one piece.
 //
-// kEmptyRows: dq_accum holds nothing for a block of so many queries that sees no key; their dq is 0.
+// kEmptyRows: dq_accum holds nothing for a block of so many queries that sees no key; its dq is 0.
 #include "attn/band.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/misc.cuh"

@@ -147,7 +147,8 @@ struct Shared {
         return {barrier(kNumBarriers)};
     }
     __device__ __forceinline__ void init() const {
-        for (int n = 0; n < kRings; ++n) mbarrier_init(barrier(n), n < 2 + Plan::kDqBuffers ? 1 : 4);
+        for (int n = 0; n < kRings; ++n)
+            mbarrier_init(barrier(n), n < 2 + Plan::kDqBuffers ? 1 : 4);
         for (int n = 0; n < Plan::kStages; ++n) {
             mbarrier_init(q_full(n), 1);
             mbarrier_init(q_empty(n), kConsumerWarps);
