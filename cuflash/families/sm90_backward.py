@@ -82,8 +82,8 @@ def turn_groups(problem, tile: Tile, num_sms: int, heads: int) -> tuple[int, int
     Notes
     -----
     Places in a group are tile.distance blocks of queries apart, or further: a turn then has the
-    time of so many steps to be completed and seen. Where a head has too few queries for all its blocks,
-    several heads share the device, unless there are too few of them to fill it.
+    time of so many steps to be completed and seen. Where a head has too few queries for all its
+    blocks, several heads share the device, unless there are too few of them to fill it.
     """
     blocks = -(-problem.seqlen_k // tile.block_n)
     apart = max(1, -(-problem.seqlen_q // tile.block_m) // tile.distance)
