@@ -114,12 +114,11 @@ def _main_step(
     turns = plan["kDeterministic"] and plan["kNeedDq"]
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     section = steps.section_values(problem, device, heads, query_bytes, turns and not hopper)
-    groups = ()
-    if hopper:
+    groups = [min(blocks, device.num_sms)] * 2
+    if hopper and turns and problem.band is None:
         tile = tile or sm90_backward.tile_of(problem)
         size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads)
-        if turns and problem.band is None:
-            section = [size, heads // size * size]
+        section = [size, heads // size * size]
     values = (
         *steps.shape_values(problem, blocks),
         *section,
