@@ -70,13 +70,11 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
     for access in contiguous_accesses(problem, True):
         family, _ = choose(problem, device, access, "backward")
         plans.append(portable.forward_plan(problem, device, access, stats=True))
-        plans += [
-            family.backward_plan(
+        for deterministic in (True, False):
+            main = family.backward_plan(
                 problem, device, access, need_dq=True, need_dkv=True, deterministic=deterministic
             )
-            for deterministic in (True, False)
-        ]
-        plans.append(portable.cast_plan(problem, plans[-1], whole=whole))
+            plans += [main, portable.cast_plan(problem, main, whole=whole)]
     return plans
 
 

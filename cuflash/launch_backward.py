@@ -17,7 +17,7 @@ import numpy as np
 
 from . import launch_gradients as gradients
 from . import launch_steps as steps
-from .families import choose, portable
+from .families import choose, portable, sm90_backward
 from .launch_extras import Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import ITEM_BYTES, Plan, round_up
@@ -56,7 +56,8 @@ class _Backward:
     rows: int  # batch * heads
     stats_pitch: int
     accum_values: int
-    flag_count: int
+    accum_zeroed: bool  # whether sums begin with zero, not with a first write
+    flag_count: int  # and the counter
     options: Options  # what the scores of the main kernel know of
 
     @property
@@ -65,7 +66,7 @@ class _Backward:
         return [step for step in (self.delta, self.stats, self.main, self.cast) if step is not None]
 
 
-def _delta_step(problem, a: _Arrays, rows: int, stats_pitch: int) -> Step:
+def _delta_step(problem, a: _Arrays, rows: int, stats_pitch: int, num_flags: int) -> Step:
     vector = all(steps.whole_rows(x, problem.head_dim_v) for x in (a.out, a.dout))
     plan = portable.delta_plan(problem, vector=vector, dlse=a.dlse is not None)
     blocks = -(-stats_pitch // plan["kBlockRows"])
@@ -75,6 +76,7 @@ def _delta_step(problem, a: _Arrays, rows: int, stats_pitch: int) -> Step:
         *steps.all_strides(problem, a.out, a.dout, a.lse, a.dlse),
         *steps.shape_values(problem, blocks),
         stats_pitch,
+        num_flags,
     )
 
 
@@ -97,7 +99,7 @@ def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int, op
 
 
 def _main_step(
-    problem, device, plan: Plan, a: _Arrays, rows, stats_pitch, accum_pitch, options, operands
+    problem, device, plan: Plan, a: _Arrays, rows, stats_pitch, accum_pitch, options, operands, tile
 ) -> Step:
     item = ITEM_BYTES[problem.dtype]
     heads = rows // problem.group
@@ -107,14 +109,19 @@ def _main_step(
     query_bytes = problem.group * problem.seqlen_q * row_bytes
     # Blocks that take turns at the rows of one head follow each other at the distance of a turn,
     # with no slack: what delays one delays all behind it. Blocks in flight that belong to several
-    # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, and
-    # counts on neighbours being of one head.)
+    # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead.)
     hopper = plan.params == "backward_sm90"
-    turns = plan["kDeterministic"] and plan["kNeedDq"] and not hopper
+    turns = plan["kDeterministic"] and plan["kNeedDq"]
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
+    section = steps.section_values(problem, device, heads, query_bytes, turns and not hopper)
+    groups = [min(blocks, device.num_sms)] * 2
+    if hopper and turns and problem.band is None:
+        tile = tile or sm90_backward.tile_of(problem)
+        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads)
+        section = [size, heads // size * size]
     values = (
         *steps.shape_values(problem, blocks),
-        *steps.section_values(problem, device, heads, query_bytes, turns),
+        *section,
         *steps.band_values(problem),
         steps.scale_log2(problem, options),
         problem.scale,
@@ -129,7 +136,7 @@ def _main_step(
             blocks * heads,
             *steps.all_strides(problem, a.q, a.k, a.dout, a.dk, a.dv),
             *values,
-            min(blocks, device.num_sms),  # attn/backward_sm90.cuh: turns
+            *groups,
             encoders=(
                 Encoder(a.q, block_m),
                 Encoder(a.k, block_n),
@@ -155,6 +162,7 @@ def _cast_step(problem, main: Plan, dq, rows: int, accum_pitch: int) -> Step:
         blocks * rows,
         *steps.all_strides(problem, dq),
         *steps.shape_values(problem, blocks),
+        *steps.band_values(problem),
         problem.scale,
         accum_pitch,
     )
@@ -189,17 +197,20 @@ def _steps(problem, device, a: _Arrays, deterministic, wanted, operands, tile) -
     flags = 1
     if family is portable:
         flags = main["kSlices"] * main["kDqWarpsM"] * main["kDqWarpsD"]
+    flag_count = rows * num_m_blocks * flags + 1
+    zeroed = family is portable or not main["kStoreFirst"]
     return _Backward(
-        delta=_delta_step(problem, a, rows, stats_pitch),
+        delta=_delta_step(problem, a, rows, stats_pitch, 0 if zeroed else flag_count),
         stats=_stats_step(problem, stats, a, rows, stats_pitch, operands),
         main=_main_step(
-            problem, device, main, a, rows, stats_pitch, accum_pitch, options, operands
+            problem, device, main, a, rows, stats_pitch, accum_pitch, options, operands, tile
         ),
         cast=cast,
         rows=rows,
         stats_pitch=stats_pitch,
         accum_values=rows * accum_pitch,
-        flag_count=rows * num_m_blocks * flags,
+        accum_zeroed=zeroed,
+        flag_count=flag_count,
         options=options,
     )
 
@@ -336,12 +347,14 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays, operands, by_s
     accum = flags = ticket = 0
     if kernels.cast is not None:
         accum_bytes = kernels.accum_values * workspace.itemsize
-        zeroed = cupy.zeros(accum_bytes // 4 + kernels.flag_count + 1, np.uint32)
-        accum = zeroed.data.ptr
-        flags, ticket = accum + accum_bytes, accum + accum_bytes + 4 * kernels.flag_count
+        # Where sums begin with a write, delta sets the flags and the counter to 0.
+        make = cupy.zeros if kernels.accum_zeroed else cupy.empty
+        sums = make(accum_bytes // 4 + kernels.flag_count, np.uint32)
+        accum = sums.data.ptr
+        flags, ticket = accum + accum_bytes, accum + accum_bytes + 4 * (kernels.flag_count - 1)
 
     dout, q, k, v, out, lse, dlse, dq, dk, dv = steps.starts_of(a)
-    kernels.delta.launch(device_id, out, dout, lse, dlse, stats)
+    kernels.delta.launch(device_id, out, dout, lse, dlse, stats, flags)
     words = operands.words(Options.of(problem, stats=True))
     kernels.stats.launch(device_id, q, k, v, 0, lse, stats, *words)
     written = (dk, dv, accum, flags, ticket, stats, *operands.words(kernels.options))

@@ -10,7 +10,8 @@
 //
 //     who                     registers  does
 //     warpgroup 0, warp 0     few        producer: loads k, v, then q, dout and row statistics
-//     warpgroup 0, warp 1     few        reducer: adds parts of dQ in L2, in turns if deterministic
+//     warpgroup 0, warp 1     few        reducer: adds parts of dQ in L2; if deterministic,
+//                  and 2                 in turns, each every other step
 //     warpgroups 1, 2         many       consumers: 64 keys each
 //
 // attn/backward_sm90.cuh has the barriers between them. Everything is computed transposed, so that
@@ -100,7 +101,8 @@ struct KeyOwner : Consumer {
             start_dk(dk, ds);
             wgmma_wait_group<1>();
             // Where dQ is a single part, both compute it and one adds it.
-            if (kDqParts == 2 || __any_sync(kFullWarp, warpgroup == 0)) hand_over(dq, warpgroup);
+            if (kDqParts == 2 || __any_sync(kFullWarp, warpgroup == 0))
+                hand_over(dq, warpgroup, ring.stage);
         } else {
             start_dk(dk, ds);
             wgmma_wait_group<1>();

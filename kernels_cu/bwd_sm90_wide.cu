@@ -20,7 +20,9 @@
 //     kOwnDsFull       warpgroup 2 itself
 //
 // Shared memory: k | v | kStages x q | kStagesV x dout | dS | P^T | a part of dQ for each warpgroup |
-// statistics | barriers. At the end dk and dv are staged over k and v.
+// statistics | barriers. At the end dk and dv are staged over k and v. Between dS and the next P^T
+// a second part of warpgroup 1's dQ leaves through the place of P^T (kDqBuffers == 3): it need not
+// wait until the first has left.
 #include "attn/backward_consumer.cuh"
 
 static_assert(Plan::kBlockN == 64 && Plan::kBlockM == 64 && Plan::kExchange, "64 keys for both");
@@ -53,6 +55,7 @@ struct WeightHalf : Half {
         wgmma_commit_group();
     }
     __device__ __forceinline__ void send(const Scores& s) const {
+        if constexpr (Plan::kDqBuffers == 3) mbarrier_wait(smem.dq_empty(2), dq_phase);
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n)
             asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(exchange() +
@@ -93,7 +96,7 @@ struct WeightHalf : Half {
                 wgmma_fence();
                 start_dq(dq, part);
                 wgmma_wait_group<0>();
-                hand_over(dq, 0);
+                hand_over(dq, dq_buffer(part), q.stage);
             });
         wgmma_wait_group<0>();
         if constexpr (kMasked && Plan::kBand) reload_k();
@@ -169,21 +172,33 @@ struct DsHalf : Half {
         if constexpr (Plan::kNeedDkv)
             multiply_queries(dk, ds, descriptor(smem.q(q.stage), kQueryPanel));
         wgmma_commit_group();
+        Cursor<Plan::kStagesV> next = dout;
+        if (!last) next.next();
+        const auto start_next = [&] {
+            mbarrier_wait(smem.dout_full(next.stage), next.phase);
+            wgmma_fence();
+            start_dp(dp, next.stage);
+        };
+        constexpr int kLast = (kDqParts - 2) / 2 * 2 + 1;  // of this warpgroup's parts
         if constexpr (Plan::kNeedDq)
             each_part<1>([&](int part) {
                 QueryGrad dq;
                 wgmma_fence();
                 start_dq(dq, part);
-                wgmma_wait_group<0>();
-                hand_over(dq, 1);
+                if (Plan::kDpEarly && part == kLast) {
+                    start_next();
+                    wgmma_wait_group<1>();
+                } else {
+                    wgmma_wait_group<0>();
+                }
+                if (Plan::kDpEarly && part == kLast) release(smem.q_empty(q.stage));
+                hand_over(dq, 1, q.stage);
             });
-        Cursor<Plan::kStagesV> next = dout;
-        if (!last) next.next();
-        mbarrier_wait(smem.dout_full(next.stage), next.phase);
-        wgmma_fence();
-        start_dp(dp, next.stage);
-        wgmma_wait_group<1>();
-        release(smem.q_empty(q.stage));
+        if constexpr (!(Plan::kDpEarly && Plan::kNeedDq && kDqParts > 1)) {
+            start_next();
+            wgmma_wait_group<1>();
+            release(smem.q_empty(q.stage));
+        }
         wgmma_wait_group<0>();
         if constexpr (kMasked && Plan::kBand) reload_k();
         dout = next;

@@ -4,6 +4,7 @@
 //
 // and the statistics as attn/stats.cuh defines them, before any are refined. Rows up to
 // stats_pitch, which nothing reads as queries, are written too: workspaces hold no stale bits.
+// The flags and the counter of attn/turn.cuh are set to 0 beside it.
 //
 // kRowLanes lanes share a row, kSteps rows one after the other; kVector: rows of out and dout are
 // read in 16-byte pieces, where a row is short one for each lane, and the pieces of all steps are on
@@ -68,6 +69,9 @@ extern "C" __global__ void __launch_bounds__(Plan::kWarps* kWarpSize)
     delta(const __grid_constant__ Params p) {
     constexpr double kLog2e = 1.44269504088896340736;
     const int lane = threadIdx.x % Plan::kRowLanes;
+    const i64 thread = i64(blockIdx.x) * (Plan::kWarps * kWarpSize) + threadIdx.x;
+    const i64 threads = i64(gridDim.x) * (Plan::kWarps * kWarpSize);
+    for (i64 n = thread; n < p.num_flags; n += threads) static_cast<u32*>(p.flags)[n] = 0;
     const u32 block = blockIdx.x % p.num_blocks, outer = blockIdx.x / p.num_blocks;
     const u32 batch = outer / p.num_heads, head = outer % p.num_heads;
     const Rows<const T> out(head_start<const T>(p.out, p.out_strides, p.batch_sizes, batch, head),

@@ -191,9 +191,19 @@ def test_hopper_backward_passes_the_facts_of_a_call(gpu_side, dim, dim_v, band, 
     assert fields["num_m_blocks"] == -(-700 // plan["kBlockM"])
     assert fields["stats_pitch"] == kernels["delta"][2]["stats_pitch"]
     assert fields["stats_pitch"] >= fields["num_m_blocks"] * plan["kBlockM"]
-    # Blocks that wait for each other must all fit the device at once.
-    assert fields["turn_group"] == min(blocks_of_keys, HOPPER.num_sms)
+    # Blocks that wait for each other must all fit the device at once; those of several heads, where
+    # few queries would have them wait long.
+    groups = [fields["turn_group"], fields["last_turn_group"]]
+    if dq is None or band is not None:
+        assert groups == [min(blocks_of_keys, HOPPER.num_sms)] * 2
+    else:
+        assert fields["section"] == 12 and fields["num_sectioned"] == 12
+        assert 12 * groups[0] <= HOPPER.num_sms < 12 * (groups[0] + 1) and groups[0] == groups[1]
     if dq is not None:
+        assert plan["kStoreFirst"] and kernels["delta"][2]["flags"] == fields["flags"]
+        assert kernels["delta"][2]["num_flags"] == 36 * fields["num_m_blocks"] + 1
+        assert fields["ticket"] == fields["flags"] + 4 * 36 * fields["num_m_blocks"]
+        assert kernels["cast"][0]["kEmptyRows"] == (plan["kBlockM"] if band else 0)
         columns = 8 * plan["kAccumTiles"]
         assert fields["accum_pitch"] == fields["num_m_blocks"] * plan["kBlockM"] * columns
         assert kernels["cast"][0]["kAccumTiles"] == plan["kAccumTiles"]

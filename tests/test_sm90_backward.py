@@ -99,3 +99,22 @@ def test_tiles_that_no_kernel_has():
     problem = replace(BASE, head_dim=128)
     for values in ((128, 128), (64, 64), (64, 128, 1), (64, 128, 2, 2, True)):
         assert not sm90_backward.takes(problem, sm90_backward.Tile(*values))
+
+
+@pytest.mark.parametrize("tile", [sm90_backward.Tile(128, 128), sm90_backward.Tile(64, 128)])
+@pytest.mark.parametrize("heads", [1, 2, 3, 7, 16, 32, 100, 131, 133, 512])
+def test_blocks_that_wait_for_each_other_fit_the_device(tile, heads):
+    sms = HOPPER.num_sms
+    for blocks_q, blocks_k in itertools.product((1, 2, 3, 8, 31, 128, 300), repeat=2):
+        problem = replace(
+            BASE, seqlen_q=blocks_q * tile.block_m - 1, seqlen_k=blocks_k * tile.block_n - 1
+        )
+        section, group, last_group = sm90_backward.turn_groups(problem, tile, sms, heads)
+        assert 1 <= section <= heads and 1 <= group <= last_group <= blocks_k
+        assert section * group <= sms and (heads % section or section) * last_group <= sms
+        # Every SM has work while there is enough of it.
+        if section > 1 and group < blocks_k:
+            assert section * group > sms // 2
+        # Places are as far apart as asked for, unless there are too few heads for that.
+        if heads >= sms and blocks_q >= tile.distance:
+            assert blocks_q >= tile.distance * group

@@ -361,12 +361,14 @@ def delta_plan(problem, *, vector: bool, dlse: bool) -> Plan:
 
 def cast_plan(problem, backward: Plan, *, whole: bool) -> Plan:
     """The plan of cast.cu, which reads what ``backward`` accumulated; ``whole``: rows of dq start
-    and end on 16 bytes.
+    and end on 16 bytes. Blocks of queries that see no key may have nothing there.
     """
+    empty = problem.band is not None and dict(backward.constants).get("kStoreFirst", False)
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kThreads", 256),
         ("kBlockRows", 64),
+        ("kEmptyRows", backward["kBlockM"] if empty else 0),
         ("kAccumTiles", backward["kAccumTiles"]), ("kAccumVector", backward["kAccumVector"]),
         ("kStoreBytes", 16 if whole and ITEM_BYTES[problem.dtype] == 2 else 0),
     )

@@ -17,6 +17,10 @@ DIRECTIONS = ("backward",)
 class Tile:
     """How one block cuts the problem: kBlockM queries, kBlockN keys, ring stages of q and of dout;
     ``wide``: the warpgroups divide the products, not the keys (bwd_sm90_wide.cu).
+
+    Of dq in turns: how many threads add, whether the first writes, and how far apart, in blocks of
+    queries, those are that go round together. Of wide kernels: buffers of dq, and whether dP^T of
+    the next block runs while the last part of dq leaves.
     """
 
     block_m: int
@@ -24,6 +28,11 @@ class Tile:
     stages: int = 2
     stages_v: int = 2
     wide: bool = False
+    reducers: int = 2
+    store_first: bool = True
+    distance: int = 2
+    dq_buffers: int = 3
+    dp_early: bool = True
 
 
 # By largest padded head dimension.
@@ -74,7 +83,37 @@ def accum_columns(head_dim: int, tile: Tile) -> int:
     return head_dim if tile.block_m == 128 else round_up(head_dim, 64)
 
 
-def backward_smem(head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool) -> int:
+def turn_groups(problem, tile: Tile, num_sms: int, heads: int) -> tuple[int, int, int]:
+    """Blocks of keys that go round the blocks of queries together and take turns at them
+    (attn/backward_sm90.cuh): all of a group must be on the device at once.
+
+    Returns
+    -------
+    (section, group, last_group)
+        How many key/value heads go together, how many blocks of each, and how many where the last
+        section has fewer heads.
+
+    Notes
+    -----
+    Places in a group are tile.distance blocks of queries apart, or further: a turn then has the
+    time of so many steps to be completed and seen. Where a head has too few queries for all its
+    blocks, several heads share the device, unless there are too few of them to fill it.
+    """
+    blocks = -(-problem.seqlen_k // tile.block_n)
+    apart = max(1, -(-problem.seqlen_q // tile.block_m) // tile.distance)
+    group = min(blocks, num_sms)
+    if group <= apart:
+        return 1, group, group
+    section = min(heads, num_sms // apart)
+    group = min(group, apart if heads >= num_sms // apart else num_sms // heads)
+    group = -(-blocks // -(-blocks // group))
+    last = heads % section or section
+    return section, group, max(group, min(blocks, num_sms // last))
+
+
+def backward_smem(
+    head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool, reducers: int, dq_buffers: int
+) -> int:
     """Bytes of shared memory, the sum that attn/backward_sm90.cuh asserts."""
     row, row_v = (round_up(d, 64) * 2 for d in (head_dim, head_dim_v))
     keys = tile.block_n * (row + row_v)
@@ -83,8 +122,8 @@ def backward_smem(head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool) -> 
     exchange = tile.block_m * tile.block_n * 4 if tile.wide else 0
     dq = 2 * 64 * 4 * (head_dim if tile.block_m == 128 else 64) if need_dq else 0
     stats = 4 * tile.block_m * (2 * tile.stages + tile.stages_v)
-    barriers = 8 * (6 + 2 * (tile.stages + tile.stages_v))
-    return keys + queries + ds + exchange + dq + stats + barriers + 16 + 1024
+    barriers = 8 * (2 + dq_buffers * (1 + reducers) + 2 * (tile.stages + tile.stages_v))
+    return keys + queries + ds + exchange + dq + stats + round_up(barriers, 16) + 16 + 1024
 
 
 def backward_plan(
@@ -100,7 +139,10 @@ def backward_plan(
     """The plan of bwd_sm90.cu or bwd_sm90_wide.cu."""
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
     tile = tile or tile_of(problem)
-    smem = backward_smem(head_dim, head_dim_v, tile, need_dq)
+    ordered = deterministic and need_dq
+    reducers = tile.reducers if ordered else 1
+    dq_buffers = tile.dq_buffers if tile.wide and head_dim > 128 else 2
+    smem = backward_smem(head_dim, head_dim_v, tile, need_dq, reducers, dq_buffers)
     columns = accum_columns(head_dim, tile)
     tail = problem.seqlen_q % tile.block_m != 0 or problem.seqlen_k % tile.block_n != 0
     constants = (
@@ -121,6 +163,10 @@ def backward_plan(
         ("kNeedDq", need_dq),
         ("kNeedDkv", need_dkv),
         ("kDeterministic", deterministic),
+        ("kReducers", reducers),
+        ("kDqBuffers", dq_buffers),
+        ("kDpEarly", tile.dp_early),
+        ("kStoreFirst", ordered and tile.store_first),
         ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kConsumerRegisters", CONSUMER_REGISTERS),
         ("kSmemBytes", smem),

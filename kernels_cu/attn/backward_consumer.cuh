@@ -82,10 +82,12 @@ struct Consumer {
             stmatrix_x4_trans(own + step * 16 * kPanelBytes, ds[step][0], ds[step][1], ds[step][2],
                               ds[step][3]);
     }
-    // A part of dQ to the reducer.
-    __device__ __forceinline__ void hand_over(const QueryGrad& dq, int buffer) {
-        mbarrier_wait(smem.dq_empty(buffer), dq_phase);
-        dq_phase ^= 1;
+    // A part of dQ to the reducer of the step whose q is in `stage`.
+    __device__ __forceinline__ void hand_over(const QueryGrad& dq, int buffer, int stage) {
+        if (!is_third(buffer)) {  // which is waited for where P^T is written
+            mbarrier_wait(smem.dq_empty(buffer), dq_phase);
+            dq_phase ^= 1;
+        }
         const u32 own = smem.dq(buffer) + thread / kWarpSize * kDqWarpBytes + lane_id() * 16;
 #pragma unroll
         for (int n = 0; n < kDqTiles; ++n)
@@ -94,7 +96,7 @@ struct Consumer {
                          "f"(dq.x[0][n][3])
                          : "memory");
         fence_proxy_async();
-        release(smem.dq_full(buffer));
+        release(smem.dq_full(buffer, Plan::kReducers == 1 ? 0 : stage));
     }
 
     // ---- inf and NaN in hidden elements ----
@@ -177,7 +179,8 @@ struct Consumer {
         }
         __syncwarp();
     }
-    // The same for dq. NaN plus anything is NaN, so these additions need no turn.
+    // The same for dq. NaN plus anything is NaN, so these additions need no turn of their own; but
+    // the first addition may be a write, which this block's own turn comes after.
     __device__ __forceinline__ void restore_queries() const {
         const BlockRange range = smem.range().get();
         const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
@@ -191,6 +194,11 @@ struct Consumer {
         for (u32 head = 0; head < p.group; ++head) {
             const i64 row = i64(work.batch) * p.num_heads + work.head * p.group + head;
             float* accum = static_cast<float*>(p.dq_accum) + row * p.accum_pitch;
+            if constexpr (Plan::kStoreFirst) {
+                const u32* flags = static_cast<const u32*>(p.flags) + row * p.num_m_blocks;
+                for (int m = range.begin; m < range.end; ++m)
+                    while (load_relaxed(flags + m) <= turn_of(p, work, m)) {}
+            }
             for (int j = first_j; j < last_j; ++j)
                 for (int d = 0; d < keys.dim; ++d) {
                     const T raw = *keys.at(j, d);
@@ -254,7 +262,8 @@ __device__ __forceinline__ void run_block(const Params& p, Consume consume) {
     if (warp < 4) {
         setmaxnreg_dec<Plan::kProducerRegisters>();
         if (threadIdx.x == 0) produce(p, smem, work);
-        if (Plan::kNeedDq && threadIdx.x == kWarpSize) reduce(p, smem, work);
+        if (Plan::kNeedDq && warp >= 1 && warp <= Plan::kReducers && lane_id() == 0)
+            reduce(p, smem, work, warp - 1);
     } else {
         setmaxnreg_inc<Plan::kConsumerRegisters>();
         consume(smem, work, warp / 4 - 1);

@@ -9,20 +9,23 @@
 //     q_empty[stage]      each consumer warp, after dK      producer
 //     dout_full[stage]    producer + bytes of dout, delta   consumers
 //     dout_empty[stage]   each consumer warp, after dV      producer
-//     dq_full[buffer]     the four warps of a warpgroup     reducer
+//     dq_full[buffer]     the four warps of a warpgroup     the step's reducer, each on its own
 //     dq_empty[buffer]    reducer, once the buffer is read  that warpgroup
 //
 // dQ sums over blocks of keys, which are different thread blocks. A part of it leaves through a
 // buffer in shared memory, in the order of attn/turn.cuh's fragments, which cast.cu reads: a bulk
 // copy adds it in L2. With kDeterministic the reducer waits for its turn, and raises the flag once
-// its additions are complete, not merely read.
+// its additions are complete, not merely read. Seeing the flag, adding, completion and raising the
+// flag take longer than a step; two reducers therefore take steps in turn, so that the next part
+// leaves while the last one's completion is waited for. The first to add to a sum writes it
+// (kStoreFirst), so nothing needs to be zero before.
 //
 // Blocks of keys that start together would all add to the same queries, and in turns all but one
 // would wait. Without a band each therefore starts at a different block of queries and goes round
 // (Walk); the turns follow the order of time. Whoever is waited for may then have a later ticket,
-// but never beyond p.turn_group tickets, which is at most the number of SMs: all of a group run at
-// once before any of them waits for ever. With a band ranges are staggered by themselves, and
-// tickets are in the order of the turns.
+// but never beyond those of a group of p.turn_group blocks of each of p.section heads, which are at
+// most as many as there are SMs: all of a group run at once before any of them waits for ever. With
+// a band ranges are staggered by themselves, and tickets are in the order of the turns.
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -67,6 +70,10 @@ inline constexpr int kDqTiles = kDqCols / 8;
 inline constexpr int kDqWarpBytes = kDqTiles * 512;
 inline constexpr int kDqBytes = Plan::kNeedDq ? 4 * kDqWarpBytes : 0;
 static_assert(Plan::kAccumTiles == (kDqByRows ? kDqTiles : 8 * kPanels), "cast.cu reads this");
+// The buffer that a part leaves through; where there is a third, it is P^T's place.
+static_assert(Plan::kDqBuffers == 2 || (Plan::kExchange && kDqParts > 2), "P^T is not there");
+__device__ constexpr bool is_third(int buffer) { return Plan::kDqBuffers == 3 && buffer == 2; }
+__device__ constexpr int dq_buffer(int part) { return is_third(part) ? 2 : part % 2; }
 inline constexpr bool kOrdered = Plan::kDeterministic && Plan::kNeedDq;
 
 inline constexpr int kVBegin = kKBytes;
@@ -78,8 +85,13 @@ inline constexpr int kDqBegin = kExchangeBegin + kExchangeBytes;
 inline constexpr int kStatsBegin = kDqBegin + 2 * kDqBytes;
 inline constexpr int kDeltaBegin = kStatsBegin + Plan::kStages * 2 * kRowBytes;
 inline constexpr int kBarriers = kDeltaBegin + Plan::kStagesV * kRowBytes;
-inline constexpr int kNumBarriers = 6 + 2 * (Plan::kStages + Plan::kStagesV);
-static_assert(kBarriers + 8 * kNumBarriers + 16 + 1024 == Plan::kSmemBytes,
+// Barriers before those of the rings.
+inline constexpr int kRings = 2 + Plan::kDqBuffers * (1 + Plan::kReducers);
+inline constexpr int kNumBarriers = kRings + 2 * (Plan::kStages + Plan::kStagesV);
+static_assert(Plan::kReducers == 1 || Plan::kStages == 2, "a stage of q is a reducer's step");
+static_assert(!Plan::kStoreFirst || kOrdered, "somebody is the first");
+inline constexpr int kRangeBegin = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
+static_assert(kRangeBegin + 16 + 1024 == Plan::kSmemBytes,
               "families/sm90_backward.py's sum is this one");
 
 // 64 keys of a warpgroup and the block's queries.
@@ -105,7 +117,7 @@ struct Shared {
     }
     __device__ __forceinline__ u32 exchange() const { return base + kExchangeBegin; }
     __device__ __forceinline__ u32 dq(int buffer) const {
-        return base + kDqBegin + buffer * kDqBytes;
+        return is_third(buffer) ? exchange() : base + kDqBegin + buffer * kDqBytes;
     }
     __device__ __forceinline__ u32 row_max(int stage) const {
         return base + kStatsBegin + stage * 2 * kRowBytes;
@@ -117,24 +129,27 @@ struct Shared {
     __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
     __device__ __forceinline__ u32 k_full() const { return barrier(0); }
     __device__ __forceinline__ u32 v_full() const { return barrier(1); }
-    __device__ __forceinline__ u32 dq_full(int buffer) const { return barrier(2 + buffer); }
-    __device__ __forceinline__ u32 dq_empty(int buffer) const { return barrier(4 + buffer); }
-    __device__ __forceinline__ u32 q_full(int stage) const { return barrier(6 + stage); }
+    __device__ __forceinline__ u32 dq_empty(int buffer) const { return barrier(2 + buffer); }
+    __device__ __forceinline__ u32 dq_full(int buffer, int reducer) const {
+        return barrier(2 + Plan::kDqBuffers * (1 + reducer) + buffer);
+    }
+    __device__ __forceinline__ u32 q_full(int stage) const { return barrier(kRings + stage); }
     __device__ __forceinline__ u32 q_empty(int stage) const {
-        return barrier(6 + Plan::kStages + stage);
+        return barrier(kRings + Plan::kStages + stage);
     }
     __device__ __forceinline__ u32 dout_full(int stage) const {
-        return barrier(6 + 2 * Plan::kStages + stage);
+        return barrier(kRings + 2 * Plan::kStages + stage);
     }
     __device__ __forceinline__ u32 dout_empty(int stage) const {
-        return barrier(6 + 2 * Plan::kStages + Plan::kStagesV + stage);
+        return barrier(kRings + 2 * Plan::kStages + Plan::kStagesV + stage);
     }
     // The blocks of queries that see the block's keys: for all threads, registers are full.
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
-        return {barrier(kNumBarriers)};
+        return {base + kRangeBegin};
     }
     __device__ __forceinline__ void init() const {
-        for (int n = 0; n < 6; ++n) mbarrier_init(barrier(n), n == 2 || n == 3 ? 4 : 1);
+        for (int n = 0; n < kRings; ++n)
+            mbarrier_init(barrier(n), n < 2 + Plan::kDqBuffers ? 1 : 4);
         for (int n = 0; n < Plan::kStages; ++n) {
             mbarrier_init(q_full(n), 1);
             mbarrier_init(q_empty(n), kConsumerWarps);
@@ -177,9 +192,12 @@ __device__ __forceinline__ BlockRange queries_of(const Params& p, const Work<1>&
 // Tickets without a band: a block's place in its group, and the group's size.
 struct Place {
     u32 place, size;
-    __device__ __forceinline__ Place(const Params& p, const Work<1>& w)
-        : place(u32(w.block) % p.turn_group),
-          size(min_of(p.turn_group, p.num_blocks - (u32(w.block) - place))) {}
+    __device__ __forceinline__ Place(const Params& p, const Work<1>& w) {
+        const u32 outer = w.batch * (p.num_heads / p.group) + w.head;
+        const u32 group = outer < p.num_sectioned ? p.turn_group : p.last_turn_group;
+        place = u32(w.block) % group;
+        size = min_of(group, p.num_blocks - (u32(w.block) - place));
+    }
 
     // Where a block starts: places are spread over the blocks of queries.
     __device__ __forceinline__ int start(const Params& p) const {
@@ -237,15 +255,18 @@ struct Walk {
 };
 // Counts the heads of a walk.
 struct HeadCounter {
-    int steps, until_next;
+    const Shared& smem;
     u32 head;
+    int until_next;
 
-    __device__ __forceinline__ HeadCounter(const Shared& smem, u32 first) : head(first) {
+    __device__ __forceinline__ HeadCounter(const Shared& shared, u32 first)
+        : smem(shared), head(first), until_next(steps()) {}
+    __device__ __forceinline__ int steps() const {
         const BlockRange range = smem.range().get();
-        steps = until_next = range.end - range.begin;
+        return range.end - range.begin;
     }
     __device__ __forceinline__ void next() {
-        if (--until_next == 0) ++head, until_next = steps;
+        if (--until_next == 0) ++head, until_next = steps();
     }
 };
 
@@ -303,45 +324,61 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& smem, con
 
 // ---- reducer -----------------------------------------------------------------------------------
 
-__device__ __forceinline__ void reduce(const Params& p, const Shared& smem, const Work<1>& w) {
-    u32 phases[2] = {0, 0};
+// One reducer's steps: every kReducers-th from its own on.
+__device__ __forceinline__ void reduce(const Params& p, const Shared& smem, const Work<1>& w,
+                                       int reducer) {
+    u32 phases = 0;  // a bit for each buffer
     HeadCounter heads(smem, w.batch * p.num_heads + w.head * p.group);
+    int others = reducer;  // steps of others before the next own one
 #pragma unroll 1
     for (Walk walk(p, smem, w); walk.left > 0; walk.next(), heads.next()) {
+        if constexpr (Plan::kReducers > 1) {
+            if (others > 0) {
+                --others;
+                continue;
+            }
+            others = Plan::kReducers - 1;
+        }
         const int m = walk.m;
+        u32 turn = 0;
+        if constexpr (kOrdered) turn = u32(opaque(int(turn_of(p, w, m))));
         const i64 head = heads.head;
         float* const accum = static_cast<float*>(p.dq_accum) + head * p.accum_pitch +
                              i64(m) * (Plan::kBlockM / 16 * Plan::kAccumTiles * 128);
         u32* const flag = static_cast<u32*>(p.flags) + head * p.num_m_blocks + m;
+        const bool first = Plan::kStoreFirst && turn == 0;
+        // Before the part is there: what is long true need not be asked then.
+        if constexpr (kOrdered)
+            while (load_relaxed(flag) != turn) {}
 #pragma unroll
         for (int part = 0; part < kDqParts; ++part) {
-            const int buffer = part % 2;
-            mbarrier_wait(smem.dq_full(buffer), phases[buffer]);
-            phases[buffer] ^= 1;
-            if constexpr (kOrdered)
-                if (part == 0) {
-                    const u32 turn = turn_of(p, w, m);
-                    while (load_relaxed(flag) != turn) {}
-                }
+            const int buffer = dq_buffer(part);
+            mbarrier_wait(smem.dq_full(buffer, reducer), phases >> buffer & 1);
+            phases ^= 1u << buffer;
             // The rows of a warp, 16 each, are contiguous, and so are all where they are whole.
             constexpr int kPieces = kDqTiles == Plan::kAccumTiles ? 1 : 4;
             constexpr u32 kPieceBytes = 4 * kDqWarpBytes / kPieces;
             float* const to = accum + part * (kDqByRows ? 4 * kDqWarpBytes / 4 : kDqWarpBytes / 4);
 #pragma unroll
-            for (int piece = 0; piece < kPieces; ++piece)
-                bulk_add(to + piece * Plan::kAccumTiles * 128,
-                         smem.dq(buffer) + piece * kPieceBytes, kPieceBytes);
+            for (int piece = 0; piece < kPieces; ++piece) {
+                float* const piece_to = to + piece * Plan::kAccumTiles * 128;
+                const u32 from = smem.dq(buffer) + piece * kPieceBytes;
+                if (first)
+                    bulk_store(piece_to, from, kPieceBytes);
+                else
+                    bulk_add(piece_to, from, kPieceBytes);
+            }
             bulk_commit_group();
             if (part > 0) {
                 bulk_wait_read<1>();
-                mbarrier_arrive(smem.dq_empty(1 - buffer));
+                mbarrier_arrive(smem.dq_empty(dq_buffer(part - 1)));
             }
         }
         bulk_wait_read<0>();
-        mbarrier_arrive(smem.dq_empty((kDqParts - 1) % 2));
+        mbarrier_arrive(smem.dq_empty(dq_buffer(kDqParts - 1)));
         if constexpr (kOrdered) {
             bulk_wait_all();
-            store_release(flag, turn_of(p, w, m) + 1);
+            store_release(flag, turn + 1);
         }
     }
     bulk_wait_all();

@@ -18,7 +18,13 @@ __device__ __forceinline__ void bulk_add(float* to, u32 from, u32 bytes) {
         "r"(from), "r"(bytes)
         : "memory");
 }
-// Closes a group of this thread's additions.
+// Writes them there in place of a sum that would begin with zero.
+__device__ __forceinline__ void bulk_store(float* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+// Closes a group of this thread's additions and writes.
 __device__ __forceinline__ void bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -26,7 +32,7 @@ __device__ __forceinline__ void bulk_commit_group() {
 template <int kPending> __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// ... and until all have been added.
+// ... and until all have been added or written.
 __device__ __forceinline__ void bulk_wait_all() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
