@@ -45,7 +45,7 @@ def query_registers(options) -> int:
     """About as many as what the two queries of a lane keep."""
     writer = _Writer(options, {"b": "b", "h": "h"})
     used = writer.functions()
-    total = 2 + 10 * options.dropout
+    total = 2 + 12 * options.dropout
     total += 8 * max(0, len(used) + options.dropout - 1)  # addresses beside each other
     for (kind, *_), name in writer.fields.items():
         width = 6 + 3 if kind == "CappedSeries" else 1
@@ -341,16 +341,18 @@ def _elements(options, used, elements, read, ahead):
             continue
         rows = 2 if arg.along[0] else 1
         held.append(f"Two<{element}> arg{n}[{rows}][kTiles];")
+        # First the lane's own address, then constants: these are a part of the instruction.
         fetched += [
-            f"ahead.arg{n}[{row}][n] = read_two(q[{row}].start{n} + j);" for row in range(rows)
+            f"ahead.arg{n}[{row}][n] = read_two(q[{row}].start{n} + from + beyond);"
+            for row in range(rows)
         ]
         half = "half" if rows == 2 else "0"
         found.append(read(arg, f"one_of<{element}>(ahead.arg{n}[{half}][n], r)"))
     reading = [
         "#pragma unroll",
         "for (int n = 0; n < kTiles; ++n) {",
-        "    int j = first + 8 * n;",
-        "    if constexpr (!kInside) j = min_of(j, p.seqlen_k - 2);",
+        "    const int from = kInside ? first : min_of(first + 8 * n, p.seqlen_k - 2);",
+        "    const int beyond = kInside ? 8 * n : 0;",
         *("    " + line for line in fetched),
         "}",
     ]

@@ -7,7 +7,8 @@
 //     who                       registers  does
 //     warp 0, one lane          few        producer: hands out pieces, loads keys and values
 //     warp 1                    few        loads queries
-//     warps 2, 3                few        with a band: replace hidden inf and NaN in values
+//     warps 2, 3                few        where keys are hidden by a band or by the caller's
+//                                          score: replace hidden inf and NaN in values
 //     warpgroups 1 ..           many       consumers: 64 rows of queries each
 //
 //     barrier         arrives                              waits
@@ -50,6 +51,10 @@
 //
 // With kLazy nobody looks for hidden inf and NaN until an output is not finite: then the piece
 // fails.
+//
+// The caller's options (struct Score) enter between a product and its softmax. While S(n) runs, a
+// warp reads what the block's keys need and draws dropout's bits (attn/score_rows.cuh): that costs
+// registers, so that these kernels have tiles of their own (families/sm90.py).
 //
 // Measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio to cuDNN in
 // the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %, sessions by more: the

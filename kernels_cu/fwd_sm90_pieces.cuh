@@ -326,8 +326,8 @@ struct QueryProducer {
 
 // ---- cleaners ----------------------------------------------------------------------------------
 
-// With a band: warps that replace inf and NaN by zero in values that some rows of the piece do not
-// see, since a hidden key's weight 0 times NaN is NaN.
+// Where a band or a score hides keys: warps that replace inf and NaN by zero in values that some
+// rows of the piece do not see, since a hidden key's weight 0 times NaN is NaN.
 struct Cleaner {
     const Params& p;
     const Shared smem;

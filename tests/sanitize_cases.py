@@ -52,7 +52,16 @@ HOPPER = tuple(
         ("float16", (260, 600), (1, 1), dict(window=(33, 7), causal_offset=150)),
     )
 )
-CASES = PORTABLE + HOPPER
+# Options on scores in the Hopper family, together and with sequences that end inside a block.
+SCORED = tuple(
+    Case(*lengths, dim, dim, 4, 2, (2,), (2,), (2,), dtype=dtype, scores=scores, **band)
+    for dim, dtype, lengths, scores, band in (
+        (64, "bfloat16", (200, 330), ("softcap", "bias", "mask", "sinks"), {}),
+        (128, "float16", (130, 301), ("alibi_slopes", "segments", "dropout"), dict(causal=True)),
+        (256, "bfloat16", (70, 258), ("score_mod", "kv_lens", "q_lens", "mask_mod"), {}),
+    )
+)
+CASES = PORTABLE + HOPPER + SCORED
 
 # The ways a case is differentiated, beside the ordered one with all gradients.
 _UNORDERED = dict(deterministic=False)
@@ -76,8 +85,12 @@ def arrays_of(case):
 
 def sanitize(home, case):
     """All calls of a case; the ordered gradients and the results are compared."""
+    import score_cases
     from running import check, differentiate
 
+    if case.scores:
+        score_cases.check(home, case)
+        return
     arrays = arrays_of(case)
     check(home, case, arrays)
     for way in ways(case):

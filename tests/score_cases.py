@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from conftest import np_dtype
 from dense import ROUNDOFF
+from strategies import forced_tile
 
 import cuflash
 from cuflash import reference
@@ -78,7 +79,8 @@ def run(home, case, arrays, options, need=("q", "k", "v")):
     """out, lse and the gradients asked for, in NumPy."""
     q, k, v, dout, dlse = (home.to_home(arrays[n]) for n in ("q", "k", "v", "dout", "dlse"))
     keywords = {**case.options, **to_home(home, options)}
-    (out, lse), pull = cuflash.attention_vjp(q, k, v, return_lse=True, **keywords)
+    with forced_tile(case, home):
+        (out, lse), pull = cuflash.attention_vjp(q, k, v, return_lse=True, **keywords)
     grads = pull(dout, dlse, need=need)
     found = [out, lse, *grads, *(getattr(grads, f"d{name}") for name in OPTIONAL)]
     found = [None if x is None else home.asnumpy(x) for x in found]

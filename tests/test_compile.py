@@ -76,7 +76,9 @@ class Point:
         problem, device = problem or self.problem(), device_of(self.capability)
         access = Access(self.copy_bytes, 16 if self.copy_bytes == 16 else 0)
         if self.kind == "hopper":
-            return sm90.forward_plan(problem, device, access)
+            args = () if problem.program is None else problem.program.args
+            paired = tuple(n for n, arg in enumerate(args) if arg.kind == "grid" and arg.along[1])
+            return sm90.forward_plan(problem, device, access, paired=paired)
         if self.kind in ("forward", "stats"):
             return portable.forward_plan(problem, device, access, stats=self.kind == "stats")
         need, order = self.kind.split()
@@ -290,7 +292,8 @@ def test_hopper_kernels_build_clean(nvrtc, request):
 
 def score_programs() -> dict:
     """Facts of problems with scores of the caller's, as options make them."""
-    slopes = Arg("grid", "float32", 0, "alibi_slopes")
+    slopes = Arg("grid", "float32", 0, "alibi_slopes", (False, False))
+    ids = [Arg("grid", "int32", 0, "segment_ids", along) for along in ((True, False), (False, True))]
     bias, mask = Arg("grid", "float16", 0, "bias"), Arg("grid", "bool", 0, "mask")
     table = Arg("free", "float32", 2, "score_args[0]")
     cap = Arg("scalar", "float32", 0, "softcap")
@@ -302,10 +305,19 @@ def score_programs() -> dict:
         hidden,
     )
     traced = program_of(lambda s, i, j, table: s * table[i % 4, j] + table[0, j], [table])
+    same = Expr(element(0, ids[0])) == Expr(element(1, ids[1]))
+    everything = program_of(
+        lambda s, i, j, cap: cap * np.tanh(s / cap) + Expr(element(3, bias))
+        - Expr(element(4, slopes)) * abs(i - j),
+        [*ids, cap, bias, slopes, mask],
+        (same & Expr(element(5, mask))).node,
+    )
     return {
         "softcap": dict(program=bent),
         "bias, slopes and mask": dict(program=biased),
         "score_mod": dict(program=traced, sinks=True, dropout=True),
+        "everything": dict(program=everything, sinks=True, dropout=True),
+        "dropout": dict(dropout=True),
     }
 
 
@@ -325,10 +337,23 @@ SCORE_POINTS = (
 )
 
 
-def test_score_kernels_build_clean(nvrtc):
+# The Hopper forward: each program, the widest outputs with each.
+HOPPER_SCORE_POINTS = tuple(
+    (90, ("float16", "bfloat16")[n % 2], dims, name, "hopper")
+    for n, (dims, name) in enumerate(
+        itertools.product(
+            ((128, 128), (256, 256)),
+            ("softcap", "bias, slopes and mask", "score_mod", "everything", "dropout"),
+        )
+    )
+) + ((90, "bfloat16", (64, 64), "everything", "hopper"),)
+
+
+@pytest.mark.parametrize("points", [SCORE_POINTS, HOPPER_SCORE_POINTS], ids=["all", "hopper"])
+def test_score_kernels_build_clean(nvrtc, points):
     """Kernels with scores, masks, sinks and dropout, backward with the gradients of all arrays."""
     jobs, programs = [], score_programs()
-    for n, (capability, dtype, dims, name, kind) in enumerate(SCORE_POINTS):
+    for n, (capability, dtype, dims, name, kind) in enumerate(points):
         point = Point(capability, dtype, dims, MASKS[n % 3], 16, kind)
         problem = replace(point.problem(), **programs[name])
         plan = point.plan(problem, gradients=kind.startswith("all"))

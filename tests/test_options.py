@@ -24,7 +24,7 @@ SMALL = (1, 2, 3, 5, 9, 17, 33, 65, 129, 300)
 def scored(draw, least=3, dtypes=DTYPES):
     case = draw(cases(dtypes=dtypes, lengths=SMALL, scales=(None, -0.5), values=("normal",)))
     names = draw(st.lists(st.sampled_from(SCORES), min_size=least, unique=True))
-    return replace(case, scores=tuple(names), strides=("packed",) * 5, tile=None)
+    return replace(case, scores=tuple(names), strides=("packed",) * 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
