@@ -63,6 +63,8 @@ def reject(problem, device, access) -> str | None:
         return f"it needs compute capability 9.0, the device has {device.capability / 10}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"it multiplies 16-bit types, not {problem.dtype}"
+    if problem.packed:
+        return "its kernels do not take packed sequences"
     if len(problem.batch) > MAX_BATCH_DIMS:
         return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
     asked = {
@@ -86,8 +88,9 @@ def forward_tile(problem) -> Tile:
         row for (dim, dim_v), row in FORWARD_TILES.items()
         if problem.head_dim <= dim and problem.head_dim_v <= dim_v
     )
-    tiles = next(rows)[problem.band is None]
-    return tiles[min(keys for keys in tiles if problem.seqlen_k <= keys)]
+    tiles = next(rows)[not problem.bounded]
+    length = problem.seqlen_k // max(1, problem.sequences or 1)  # of packed sequences the mean
+    return tiles[min(keys for keys in tiles if length <= keys)]
 
 
 def takes(problem, tile: Tile) -> bool:
@@ -139,8 +142,9 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kScaleSign", sign),
-        ("kBand", problem.band is not None),
-        ("kTail", problem.band is None and problem.seqlen_k % tile.block_n != 0),
+        ("kBand", problem.bounded),
+        ("kIntervals", problem.packed),
+        ("kTail", not problem.bounded and problem.seqlen_k % tile.block_n != 0),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
@@ -152,8 +156,8 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kFused", tile.fused),
         ("kLate", tile.late),
         ("kTurns", tile.turns),
-        ("kLazy", tile.lazy and problem.band is not None),
-        ("kSkip", tile.skip and problem.band is not None),
+        ("kLazy", tile.lazy and problem.bounded),
+        ("kSkip", tile.skip and problem.bounded),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),
         ("kSmemBytes", smem),

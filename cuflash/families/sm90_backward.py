@@ -92,8 +92,9 @@ def backward_plan(
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kScaleSign", (problem.scale > 0) - (problem.scale < 0)),
-        ("kBand", problem.band is not None),
-        ("kTail", problem.band is None and tail),
+        ("kBand", problem.bounded),
+        ("kIntervals", problem.packed),
+        ("kTail", not problem.bounded and tail),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
