@@ -192,7 +192,8 @@ def _forward(problem, arrays, operands, tile) -> None:
         step.launch(device_id, *starts, 0, *operands.words(options))
         return
     place = _ticket(device_id) if ticket else 0
-    step.launch(device_id, *starts[2:], place, mapped=[starts[n] for n in mapped])
+    words = operands.words(options)
+    step.launch(device_id, *starts[2:], place, *words, mapped=[starts[n] for n in mapped])
 
 
 def _ticket(device_id: int) -> int:

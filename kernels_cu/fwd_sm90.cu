@@ -154,14 +154,14 @@ struct Consumer {
     __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block) const {
         apply_scale_sign<Plan::kScaleSign>(s);
         if constexpr (!kMasked) return;
-        const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        const auto visible = mask_of(p);
         const int row = piece().first_row + 16 * warp, col = n_block * Plan::kBlockN;
         const auto hide = [&](auto seen) {
             s.for_each(row, col, [&](float& x, int i, int j) {
                 x = seen(i, j) ? x : -infinity<float>();
             });
         };
-        if (Plan::kBand && col < row + 15 + p.band_lo)
+        if (Plan::kBand && col < first_key(p, row + 15))
             hide(visible);
         else
             hide([&](int i, int j) { return visible.below_last(i, j); });
@@ -260,8 +260,7 @@ struct Consumer {
         // Full blocks count on references: before them each row must have seen a key.
         if constexpr (Plan::kBand && Plan::kLate) {
             const int first = piece.first_row + (Plan::kSkip ? row : 0);
-            own.full_end =
-                min_of(own.full_end, min_of(first + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
+            own.full_end = min_of(own.full_end, last_key(p, first) / Plan::kBlockN);
         }
         return own;
     }
@@ -288,7 +287,7 @@ struct Consumer {
         const BlockRange range = pieces.keys();
         restore_nonfinite(tile, piece.first_row + 16 * warp, rows, range.begin * Plan::kBlockN,
                           range.end * Plan::kBlockN,
-                          Mask<true>{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k});
+                          mask_of<true>(p));
     }
     // Cleaners may be pieces ahead: then there is nothing to restore, and no harm done.
     __device__ __forceinline__ bool is_dirty() const {

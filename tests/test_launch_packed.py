@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from launches import arrays_of, gpu_side, on_host  # noqa: F401
+from launches import arrays_of, gpu_side, mapped, on_host  # noqa: F401
 from test_plan import problem_of
 
 import cuflash
@@ -40,9 +40,12 @@ def qkv(cupy, queries=70, keys=90, heads=(4, 2), dims=(64, 32), dtype=np.float16
     return [cupy.ndarray(shape, dtype) for shape in shapes]
 
 
-def test_one_launch_for_all_sequences(packed_side):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_one_launch_for_all_sequences(packed_side, dtype):
+    """Of the portable kernels, and of Hopper's."""
     cupy, launch = packed_side
-    q, k, v = qkv(cupy)
+    q, k, v = qkv(cupy, dtype=np.dtype(dtype))
+    kind = {"float32": "portable", "float16": "sm90"}[dtype]
     offsets = [device(cupy, np.array(x, np.int32)) for x in ((0, 30, 30, 60), (0, 5, 40, 90))]
     (out, lse), pull = cuflash.attention_varlen_vjp(
         q, k, v, *offsets, causal=True, window=(20, 5), return_lse=True
@@ -50,7 +53,7 @@ def test_one_launch_for_all_sequences(packed_side):
     pull(out, need=("q", "k", "v"))
     names = [plan.kernel for plan, _, _ in launch.log]
     assert names == [
-        "offsets", "intervals", "fwd_portable", "delta", "fwd_portable", "bwd_portable", "cast",
+        "offsets", "intervals", f"fwd_{kind}", "delta", "fwd_portable", f"bwd_{kind}", "cast",
     ]  # fmt: skip
     fields = [found for _, _, found in launch.log]
     plan, blocks, cleaned = launch.log[0]
@@ -68,8 +71,11 @@ def test_one_launch_for_all_sequences(packed_side):
         assert found["q_intervals"] == made["q_intervals"] != 0
         assert found["k_intervals"] == made["k_intervals"] != 0
         assert (found["seqlen_q"], found["seqlen_k"], found["num_heads"]) == (70, 90, 4)
-        assert found["q_strides"] == [0, 0, 0, 64, 256, 1]
-    assert fields[2]["k_strides"] == [0, 0, 0, 64, 128, 1]
+        assert "q_map" in found or found["q_strides"] == [0, 0, 0, 64, 256, 1]
+    if dtype == "float16":
+        assert mapped(fields[2]["out_map"])[0] == (4, 70, 32)
+    else:
+        assert fields[2]["k_strides"] == [0, 0, 0, 64, 128, 1]
     assert out.shape == (70, 4, 32) and lse.shape == (70, 4)
     # The same structure is the same kernel, whatever the lengths.
     cuflash.attention_varlen(q, k, v, [0, 70], [0, 90])

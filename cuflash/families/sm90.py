@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import score_text
 from ..plan import CPP_TYPES, Plan, round_up
+from ..score_text import Options
 
 NAME = "sm90"
 DIRECTIONS = ("forward",)
@@ -63,8 +65,6 @@ def reject(problem, device, access) -> str | None:
         return f"it needs compute capability 9.0, the device has {device.capability / 10}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"it multiplies 16-bit types, not {problem.dtype}"
-    if problem.packed:
-        return "its kernels do not take packed sequences"
     if len(problem.batch) > MAX_BATCH_DIMS:
         return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
     asked = {
@@ -164,4 +164,8 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kStoreBytes", access.store_bytes),
     )
     products = ((tile.block_n, False, False), (head_dim_v, True, True))
-    return Plan("fwd_sm90", "forward_sm90", 128 * (consumers + 1), smem, constants, products)
+    operands = score_text.rows(Options.of(problem), forward=True)
+    threads = 128 * (consumers + 1)
+    return Plan(
+        "fwd_sm90", "forward_sm90", threads, smem, constants, products, operands=operands
+    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import score_text
 from ..plan import CPP_TYPES, Plan, round_up
+from ..score_text import Options
 from .sm90 import NAME, reject
 
 __all__ = ["DIRECTIONS", "NAME", "Tile", "backward_plan", "reject", "takes", "tile_of"]
@@ -120,4 +122,5 @@ def backward_plan(
         (head_dim if tile.block_m == 128 else 64, False, True),
     )
     kernel = "bwd_sm90_wide" if tile.wide else "bwd_sm90"
-    return Plan(kernel, "backward_sm90", THREADS, smem, constants, products)
+    operands = score_text.rows(Options.of(problem), forward=False)
+    return Plan(kernel, "backward_sm90", THREADS, smem, constants, products, operands=operands)

@@ -31,6 +31,11 @@ __device__ __forceinline__ Interval interval_at(const void* intervals, int row) 
     return {found.x, found.y};
 }
 
+// One behind its last column.
+__device__ __forceinline__ int interval_end(const void* intervals, int row) {
+    return load_constant(static_cast<const int*>(intervals) + 2 * i64(row) + 1) + 1;
+}
+
 // The blocks of columns that rows first .. last need, both included and inside the arrays.
 __device__ __forceinline__ BlockRange interval_range(const void* intervals, int first, int last,
                                                      int block) {

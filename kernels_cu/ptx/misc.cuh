@@ -35,6 +35,11 @@ __device__ __forceinline__ void store_shared(u32 address, u32 x) {
 }
 // From memory that no kernel writes meanwhile. Without `volatile`: equal reads are one, and those that
 // nobody needs are none. PTX ISA 9.7.9.9 (ld.global.nc).
+__device__ __forceinline__ int load_constant(const int* address) {
+    int x;
+    asm("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(address));
+    return x;
+}
 __device__ __forceinline__ int2 load_constant(const int2* address) {
     int2 x;
     asm("ld.global.nc.v2.s32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(address));
