@@ -14,6 +14,7 @@ import importlib
 import numpy as np
 
 import cuflash
+from cuflash import prebuild
 
 from . import scores
 
@@ -48,12 +49,7 @@ def _cuflash(deterministic, plain=False):
     def prepare(case, q, k, v, dout):
         if plain and not case.option and case.left is None:
             raise Skip("the call has no option to leave out")
-        options, need = {"causal": case.causal}, ("q", "k", "v")
-        if not plain:
-            need = scores.need(case)
-            options |= scores.options(case, _library(case))
-            if case.left is not None:
-                options["window"] = (case.left, None)
+        options, need = _keywords(case, plain)
         if case.way == "fwd":
             if not deterministic:
                 raise Skip("the forward pass is always deterministic")
@@ -65,6 +61,29 @@ def _cuflash(deterministic, plain=False):
         )
 
     return prepare
+
+
+def _keywords(case, plain):
+    """(options, need) of cuflash's call."""
+    options = {"causal": case.causal}
+    if plain:
+        return options, ("q", "k", "v")
+    options |= scores.options(case, _library(case))
+    if case.left is not None:
+        options["window"] = (case.left, None)
+    return options, scores.need(case)
+
+
+def kernels(case, q, k, v, dout):
+    """The plans of all kernels that cuflash's contenders launch on a GPU."""
+    found = []
+    for plain in (False, True):
+        options, need = _keywords(case, plain)
+        for deterministic in (True, False) if case.way == "bwd" else (True,):
+            plans = prebuild.plans_of_call(dout, q, k, v, options, need, deterministic)
+            # A forward pass alone launches one kernel, and of a call's plans that one comes first.
+            found += plans if case.way == "bwd" else plans[:1]
+    return found
 
 
 def _library(case):

@@ -12,7 +12,7 @@ import numpy as np
 # cudaErrorInsufficientDriver: also the answer where there is no driver at all.
 _INSUFFICIENT_DRIVER = 35
 
-_UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class UsageError(Exception):

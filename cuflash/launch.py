@@ -15,6 +15,7 @@ import cupy
 
 from . import jit
 from . import launch_steps as steps
+from . import score_rows
 from .families import choose, sm90
 from .launch_backward import backward
 from .launch_extras import Operands
@@ -69,7 +70,8 @@ def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
     )
 
 
-def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
+def _sm90_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
+    options = Options.of(problem)
     blocks, heads = _work(problem, plan)
     work, grid = blocks * heads, min(blocks * heads, device.num_sms)
     if work + 2 * grid > MAX_WORK:  # what blocks count up to before they stop
@@ -81,10 +83,13 @@ def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
         grid,
         *steps.all_strides(problem, v, out, lse),
         *steps.shape_values(problem, blocks),
-        *steps.section_values(problem, device, heads, _key_bytes(problem, q)),
+        *steps.section_values(
+            problem, device, heads, _key_bytes(problem, q), operands.shared_by_heads(problem)
+        ),
         work,
         *steps.band_values(problem),
-        steps.scale_log2(problem),
+        steps.scale_log2(problem, score_rows.changes(options)),
+        *operands.rest(problem, options, forward=True),
         encoders=(
             Encoder(q, sm90.WARPGROUP_ROWS),
             Encoder(k, plan["kBlockN"]),
@@ -107,10 +112,12 @@ def _prepare(problem, device, arrays, operands, tile=None):
     store = steps.whole_rows(out, problem.head_dim_v) and unfit(out) is None
     access = steps.access_of(store, **dict(zip("qkv", read)))
     family, rejections = choose(problem, device, access, "forward", tile)
-    plan = family.forward_plan(problem, device, access, tile=tile)
     if family is sm90:
-        step = _sm90_step(problem, device, plan, *read, out, lse)
+        paired = operands.paired(problem)
+        plan = sm90.forward_plan(problem, device, access, tile=tile, paired=paired)
+        step = _sm90_step(problem, device, plan, operands, *read, out, lse)
     else:
+        plan = family.forward_plan(problem, device, access, tile=tile)
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
@@ -192,8 +199,8 @@ def _forward(problem, arrays, operands, tile) -> None:
         step.launch(device_id, *starts, 0, *operands.words(options))
         return
     place = _ticket(device_id) if ticket else 0
-    words = operands.words(options)
-    step.launch(device_id, *starts[2:], place, *words, mapped=[starts[n] for n in mapped])
+    mapped = [starts[n] for n in mapped]
+    step.launch(device_id, *starts[2:], place, *operands.words(options), mapped=mapped)
 
 
 def _ticket(device_id: int) -> int:

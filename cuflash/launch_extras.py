@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import launch_steps as steps
+from . import score_rows
 from .params import BATCH_DIMS
 from .score_text import Options
 
@@ -76,12 +77,27 @@ class Operands:
         found.update(sinks=self.sinks, seed=self.seed_array)
         return {name: x for name, x in found.items() if x is not None}
 
+    def paired(self, problem) -> tuple[int, ...]:
+        """The program's arguments whose elements for keys 2n and 2n + 1 are one aligned read."""
+        specs = () if problem.program is None else problem.program.args
+        return tuple(
+            n for n, (spec, x) in enumerate(zip(specs, self.args)) if _is_paired(spec, x)
+        )
+
+    def shared_by_heads(self, problem) -> bool:
+        """Whether heads read the same matrix of queries and keys, so that they had better meet."""
+        specs = () if problem.program is None else problem.program.args
+        return problem.num_heads > 1 and any(
+            spec.kind == "grid" and all(spec.along) and x.strides[-3] == 0
+            for spec, x in zip(specs, self.args)
+        )
+
     def key(self) -> tuple:
         """What two calls must share to share their preparation."""
         if self is NONE:
             return ()
         arrays = self.arrays.values()
-        strides = tuple((x.shape, x.strides, x.data.ptr % x.itemsize) for x in arrays)
+        strides = tuple((x.shape, x.strides, x.data.ptr % (2 * x.itemsize)) for x in arrays)
         return (*strides, self.keep_limit, tuple(s.key() for s in self.sums.values()))
 
     # The next two go through the rows of score_text.rows, in its order.
@@ -130,6 +146,14 @@ class Operands:
 
 
 NONE = Operands()
+
+
+def _is_paired(spec, x) -> bool:
+    if spec.kind != "grid" or not spec.along[1] or x.itemsize > score_rows.AHEAD_BYTES:
+        return False
+    places = [stride for size, stride in zip(x.shape[:-1], x.strides) if size > 1]
+    whole = all(place % (2 * x.itemsize) == 0 for place in (x.data.ptr, *places))
+    return whole and x.strides[-1] == x.itemsize and x.shape[-1] % 2 == 0
 
 
 def _operand(spec, x):

@@ -156,8 +156,10 @@ class _Listing:
         self.plans += launch_backward.plans_of(*arguments, **keywords)
 
 
-def plans_of_call(dout, q, k, v, options: dict) -> list[Plan]:
-    """The kernels of :func:`cuflash.attention` and of the gradients of its q, k and v.
+def plans_of_call(
+    dout, q, k, v, options: dict, need=edge.GRADIENTS, deterministic=True
+) -> list[Plan]:
+    """The kernels of :func:`cuflash.attention` and of its gradients.
 
     Parameters
     ----------
@@ -165,6 +167,8 @@ def plans_of_call(dout, q, k, v, options: dict) -> list[Plan]:
         On a GPU, as for :func:`cuflash.attention_backward`; their contents do not matter.
     options : dict
         The keywords of :func:`cuflash.attention`, except `out` and `return_lse`.
+    need, deterministic : tuple of str, bool
+        As for :func:`cuflash.attention_backward`.
 
     Raises
     ------
@@ -179,6 +183,6 @@ def plans_of_call(dout, q, k, v, options: dict) -> list[Plan]:
         edge.forward(listing, q, k, v, None, False, shaping, scores)
         out, lse = edge.forward(listing, q, k, v, None, True, shaping, scores)
         operands |= {"out": out, "lse": lse}
-        wanted = [name in edge.GRADIENTS for name in edge.ALL_GRADIENTS]
-        edge.backward(listing, operands, wanted, True, shaping, scores)
+        wanted = [name in need for name in edge.ALL_GRADIENTS]
+        edge.backward(listing, operands, wanted, deterministic, shaping, scores)
     return listing.plans

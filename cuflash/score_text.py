@@ -7,7 +7,9 @@ its kernel's parameters (`rows`); launch_extras.py gives their values in the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 
+from . import score_rows
 from .score import Program, constant, ordered, render
 
 ELEMENTS = {
@@ -32,6 +34,7 @@ using Accum = AccumOf<Plan::Element>;
 struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
+    static constexpr bool kChanges = false;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
     __device__ __forceinline__ Accum scaled(Accum x) const { return x; }
     __device__ __forceinline__ Accum value(Accum s, int, int) const { return s; }
@@ -140,8 +143,10 @@ def _argument_rows(name, arg):
 # ---- text ------------------------------------------------------------------------------------
 
 
-def text(options: Options) -> str:
-    """The C++ definition of ``struct Score``."""
+def text(options: Options, paired: tuple[int, ...] | None = None) -> str:
+    """The C++ definition of ``struct Score``. With ``paired`` that of kernels which keep their
+    queries (score_rows.py).
+    """
     if not options:
         return PLAIN
     program = options.program
@@ -160,6 +165,9 @@ def text(options: Options) -> str:
     kind = "PackedDropout" if options.packed and options.dropout else "Dropout"
     parts += _function(f"{kind} dropout()", _dropout(options))
     parts += _gradients(options)
+    if paired is not None:
+        symbols = {**SYMBOLS, "b": "at.number"} if options.packed else SYMBOLS
+        parts += score_rows.parts(options, paired, symbols, ELEMENTS, _fetch, _read)
     lines = ["using Accum = AccumOf<Plan::Element>;", "struct Score {"]
     return "\n".join([*lines, *("    " + part for part in parts), "};", ""])
 
@@ -229,19 +237,32 @@ def _accessors(args):
             value = f"int(p.arg{n})" if kind == "int" else f"number<Accum>(p.arg{n})"
             lines += _function(f"{kind} arg{n}()", [f"return {value};"])
         elif arg.kind == "grid":
-            strides = f"p.arg{n}_strides"
-            place = f"start{n}[i64(i) * {strides}.row + i64(j) * {strides}.col]"
+            steps = (("i", "row"), ("j", "col"))
+            steps = [f"i64({x}) * p.arg{n}_strides.{to}" for x, to in compress(steps, arg.along)]
+            place = f"start{n}[{' + '.join(steps) or 0}]"
             lines += _function(f"{kind} arg{n}(int i, int j)", [f"return {_read(arg, place)};"])
         else:
-            axes = range(arg.ndim)
-            head = ", ".join(f"i64 x{a}" for a in axes)
-            body = [f"x{a} = wrapped(x{a}, p.arg{n}_size{a});" for a in axes]
-            if arg.ndim:
-                body.append(f"if ({' || '.join(f'x{a} < 0' for a in axes)}) return {outside};")
-            offset = " + ".join(f"x{a} * p.arg{n}_stride{a}" for a in axes) or "0"
-            place = f"static_cast<const {ELEMENTS[arg.dtype]}*>(p.arg{n})[{offset}]"
-            lines += _function(f"{kind} arg{n}({head})", [*body, f"return {_read(arg, place)};"])
+            head = ", ".join(f"i64 x{a}" for a in range(arg.ndim))
+            lines += _function(f"{kind} arg{n}({head})", _free_body(n, arg, outside))
     return lines
+
+
+def _free_body(n, arg, outside):
+    axes = range(arg.ndim)
+    body = [f"x{a} = wrapped(x{a}, p.arg{n}_size{a});" for a in axes]
+    if arg.ndim:
+        body.append(f"if ({' || '.join(f'x{a} < 0' for a in axes)}) return {outside};")
+    offset = " + ".join(f"x{a} * p.arg{n}_stride{a}" for a in axes) or "0"
+    place = f"static_cast<const {ELEMENTS[arg.dtype]}*>(p.arg{n})[{offset}]"
+    return [*body, f"return {_read(arg, place)};"]
+
+
+def _fetch(n, arg):
+    """The accessor of an indexed argument once more, for functions that have no Score."""
+    kind, outside = _result(arg)
+    head = ", ".join(["const Params& p", *(f"i64 x{a}" for a in range(arg.ndim))])
+    head = f"static __device__ __forceinline__ {kind} fetch{n}({head}) {{"
+    return [head, *("    " + line for line in _free_body(n, arg, outside)), "}"]
 
 
 def _sink(options):

@@ -120,8 +120,11 @@ struct WeightHalf : Half {
                     step<false>(s, dv, walk.m, walk.left == 1);
             }
         }
-        consumers_sync();  // nobody reads k and v any more
-        if constexpr (Plan::kNeedDkv) store_dv(dv, smem.v());
+        if constexpr (Plan::kNeedDkv) {
+            barrier_arrive<kWeightsFull, kConsumerThreads>();  // nobody reads k any more
+            barrier_sync<kDsFull, kConsumerThreads>();         // nor v
+            store_dv(dv, smem.v());
+        }
     }
 };
 
@@ -210,9 +213,12 @@ struct DsHalf : Half {
                     step<false>(dp, dk, walk.m, walk.left == 1);
             }
         }
-        consumers_sync();  // nobody reads k and v any more
         if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();
-        if constexpr (Plan::kNeedDkv) store_dk(dk, smem.k());
+        if constexpr (Plan::kNeedDkv) {
+            barrier_arrive<kDsFull, kConsumerThreads>();
+            barrier_sync<kWeightsFull, kConsumerThreads>();
+            store_dk(dk, smem.k());
+        }
     }
 };
 

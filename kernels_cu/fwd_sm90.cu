@@ -76,6 +76,7 @@
 // queries (up to 5 % slower at 512, nothing at 4096); kLazy at 64 and 128 (1 to 4 % slower, at 256
 // 1 to 3 % faster); 128 x 176 at 128 (0.83 at 512, 1.08 at 4096); 48 keys at 256 (0.98 to 1.06).
 #include "attn/score.cuh"
+#include "attn/score_rows.cuh"
 #include "attn/softmax.cuh"
 #include "fwd_sm90_pieces.cuh"
 #include "ptx/bulk.cuh"
@@ -93,6 +94,7 @@ struct Consumer {
     float factor[2];
     bool rescale;  // O must be multiplied by factor before the next P V
     u32 weights[Plan::kBlockN / 16][4];
+    ScoreRows<Score, Plan::kBlockN / 8> options;
 
     __device__ __forceinline__ Piece piece() const { return pieces.current(); }
     __device__ __forceinline__ float scale() const { return p.scale_log2; }
@@ -126,7 +128,7 @@ struct Consumer {
         k_cursor.next();
     }
     __device__ __forceinline__ void wait_v() const {
-        const bool clean = Plan::kBand && (!Plan::kLazy || piece().exact());
+        const bool clean = kCleaners > 0 && (!Plan::kLazy || piece().exact());
         mbarrier_wait(clean ? smem.v_clean(v_cursor.stage) : smem.v_full(v_cursor.stage),
                       v_cursor.phase);
     }
@@ -152,7 +154,8 @@ struct Consumer {
 
     template <bool kMasked>
     __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block) const {
-        apply_scale_sign<Plan::kScaleSign>(s);
+        if constexpr (!Score::kChanges) apply_scale_sign<Plan::kScaleSign>(s);
+        options.apply(p, s, n_block * Plan::kBlockN);
         if constexpr (!kMasked) return;
         const auto visible = mask_of(p);
         const int row = piece().first_row + 16 * warp, col = n_block * Plan::kBlockN;
@@ -176,6 +179,7 @@ struct Consumer {
             softmax.update_late(s, scale(), note);
         else
             softmax.update(s, scale(), note);
+        options.drop(s);
     }
     __device__ __forceinline__ void round_weights(const Scores& s) {
 #pragma unroll
@@ -200,6 +204,7 @@ struct Consumer {
         take_turn();
         start_scores(s);
         pass_turn();
+        options.read(p, n * Plan::kBlockN);
         wgmma_wait_group<0>();
         release_k();
         apply_score_and_mask<kMasked>(s, n);
@@ -215,6 +220,7 @@ struct Consumer {
         rescale_output(o);
         start_output(o);
         pass_turn();
+        options.read(p, n * Plan::kBlockN);
         wgmma_wait_group<1>();
         release_k();
         apply_score_and_mask<kMasked>(s, n);
@@ -255,11 +261,11 @@ struct Consumer {
         const Piece piece = this->piece();
         const int row = warp / 4 * 64;
         BlockRange own = Plan::kSkip ? piece.keys(p, row, 64) : range;
-        if (piece.first_row + row >= p.seqlen_q || own.begin >= own.end)
+        if (!piece.any_exists(p, row) || own.begin >= own.end)
             return {range.begin, range.begin, range.begin, range.begin};
         // Full blocks count on references: before them each row must have seen a key.
         if constexpr (Plan::kBand && Plan::kLate) {
-            const int first = piece.first_row + (Plan::kSkip ? row : 0);
+            const int first = Piece::existing(piece.first_row + (Plan::kSkip ? row : 0));
             own.full_end = min_of(own.full_end, last_key(p, first) / Plan::kBlockN);
         }
         return own;
@@ -285,28 +291,49 @@ struct Consumer {
                                  .from_column(64 * panel);
         rows.dim = min_of(rows.dim, 64);
         const BlockRange range = pieces.keys();
+        const Visible<MaskFor<Plan::kBand>, Score> visible{mask_of(p),
+                                                           {p, piece.batch, piece.head}};
         restore_nonfinite(tile, piece.first_row + 16 * warp, rows, range.begin * Plan::kBlockN,
-                          range.end * Plan::kBlockN,
-                          mask_of<true>(p));
+                          range.end * Plan::kBlockN, visible);
     }
-    // Cleaners may be pieces ahead: then there is nothing to restore, and no harm done.
     __device__ __forceinline__ bool is_dirty() const {
-        const uint4 last = smem.dirty().get();
-        return max_of(last.x, last.y) >= piece().number();
+        const u32 number = piece().number(), words = smem.dirty(pieces.cursor.stage);
+        return load_shared(words) == number || load_shared(words + 4) == number;
+    }
+    __device__ __forceinline__ Score score() const {
+        const Piece piece = this->piece();
+        return {p, piece.batch, piece.head};
+    }
+    // The end of a row that its sink joins, in natural units.
+    __device__ __forceinline__ RowEnd<float> row_end(int q) const {
+        const float unit = Score::kChanges ? 1.f : scale() * 0.693147180559945309f;
+        return {softmax.reference[q] * unit, softmax.sum[q], score().sink()};
+    }
+    __device__ __forceinline__ float lse(int q) const {
+        if constexpr (Score::kSinks) return row_end(q).lse;
+        return softmax.lse(q, scale());
+    }
+    // What the output is multiplied by.
+    __device__ __forceinline__ float inverse_sum(int q) const {
+        float inverse = softmax.inverse_sum(q);
+        if constexpr (Score::kSinks) inverse = row_end(q).inverse;
+        if constexpr (Score::kDropout) inverse *= score().keep_scale();
+        return inverse;
     }
     __device__ __forceinline__ void store(Output& o) {
         const Piece piece = this->piece();
         const int first_row = piece.first_row + 16 * warp;
+        if (Plan::kBand && first_row < 0) return;
         softmax.finish();
         if (p.lse != nullptr && lane_id() % 4 == 0) {
             float* lse =
                 head_start<float>(p.lse, p.lse_strides, p.batch_sizes, piece.batch, piece.head);
             for (int q = 0; q < 2; ++q) {
                 const int row = first_row + 8 * q + lane_id() / 4;
-                if (row < p.seqlen_q) lse[row * p.lse_strides.row] = softmax.lse(q, scale());
+                if (row < p.seqlen_q) lse[row * p.lse_strides.row] = this->lse(q);
             }
         }
-        const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
+        const float inverse[2] = {inverse_sum(0), inverse_sum(1)};
         float check[2] = {0, 0};  // NaN where an output is not finite
         o.for_each_row([&](float& x, int q) {
             x *= inverse[q];
@@ -318,7 +345,7 @@ struct Consumer {
                 failed |= check[q] != 0 && first_row + 8 * q + lane_id() / 4 < p.seqlen_q;
             if (failed && !piece.exact()) store_shared(smem.failed(pieces.cursor.stage), 1);
         }
-        const bool dirty = Plan::kBand && is_dirty();
+        const bool dirty = kCleaners > 0 && is_dirty();
         const Loader box(p, piece, 1);
 #pragma unroll
         for (int first = 0; first < kPanelsV; first += Plan::kOutPanels) {
@@ -372,12 +399,20 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ void begin_options() {
+        if constexpr (Score::kProgram) {
+            const Piece piece = this->piece();
+            options.begin(p, piece.batch, piece.head,
+                          Piece::existing(piece.first_row + 16 * warp));
+        }
+    }
     __device__ __forceinline__ void run() {
         if (Plan::kTurns && warp / 4 == kConsumers - 1) pass_turn();
         for (; pieces.wait(); pieces.release()) {
             Output o;
             o.fill(0);
             softmax.init();
+            begin_options();
             mbarrier_wait(smem.q_full(q_place()), Shared::q_phase(pieces.cursor));
             compute_all(o);
             if constexpr (Plan::kOutInQ) {

@@ -15,7 +15,9 @@ using T = Plan::Element;
 inline constexpr int kConsumers = Plan::kBlockM / 64;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
 inline constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-inline constexpr int kCleaners = Plan::kBand ? 2 : 0;  // warps; the producer's warpgroup has them
+// Whether keys of the sequence may be hidden from a query.
+inline constexpr bool kHidden = Plan::kBand || Score::kHides;
+inline constexpr int kCleaners = kHidden ? 2 : 0;  // warps; the producer's warpgroup has them
 static_assert(sizeof(T) == 2, "wgmma with 16-bit operands");
 static_assert(Plan::kBlockM % 64 == 0 && Plan::kBlockM <= 256, "a box has at most 256 rows");
 static_assert(Plan::kBlockN % 16 == 0 && Plan::kBlockN <= 256, "P is an operand of 16 keys a step");
@@ -44,8 +46,13 @@ inline constexpr int kNumBarriers = 4 + 2 * kQPlaces + 5 * Plan::kStages;
 inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
 static_assert(kPieces + 96 + 1024 == Plan::kSmemBytes, "families/sm90.py's sum is this one");
 
-// A piece of work: kBlockM queries of one head. No more work: first_row is negative.
+// A piece of work: kBlockM queries of one head. With a band the last piece ends where the queries
+// end, up to a warpgroup's rows, and the first may begin before them: a warpgroup without rows then
+// costs least, where few keys are seen. (At 512 causal 192 rows see 2, 5, 8 blocks of 64 keys, not
+// 3, 6, 8.)
 struct Piece {
+    static constexpr int kNone = -(1 << 30);  // of first_row: no more work
+
     int first_row;
     u32 head, batch;
     u32 state;  // how many this thread block was given, with this one; kExact
@@ -58,7 +65,14 @@ struct Piece {
     __device__ __forceinline__ BlockRange keys(const Params& p, int row = 0,
                                                int rows = Plan::kBlockM) const {
         const int first = first_row + row, last = min_of(first + rows, p.seqlen_q) - 1;
-        return key_blocks(p, first, last);
+        return key_blocks(p, existing(first), Plan::kIntervals ? existing(last) : last);
+    }
+    static __device__ __forceinline__ int existing(int row) {
+        return Plan::kBand ? max_of(row, 0) : row;
+    }
+    // Whether the warpgroup whose rows begin at the piece's row `row` has any.
+    __device__ __forceinline__ bool any_exists(const Params& p, int row) const {
+        return first_row + row < p.seqlen_q && (!Plan::kBand || first_row + row >= 0);
     }
 };
 
@@ -117,8 +131,8 @@ struct Shared {
     __device__ __forceinline__ u32 failed(int slot) const { return base + kPieces + 48 + 4 * slot; }
     // How many pieces were handed out: registers of the producer are full.
     __device__ __forceinline__ u32 count() const { return base + kPieces + 56; }
-    // The last piece in whose values a warp found inf or NaN, a word for each cleaner.
-    __device__ __forceinline__ SharedValue<uint4> dirty() const { return {base + kPieces + 32}; }
+    // The last of the slot's pieces in whose values inf or NaN were found, a word for each cleaner.
+    __device__ __forceinline__ u32 dirty(int slot) const { return base + kPieces + 32 + 8 * slot; }
 
     __device__ __forceinline__ void init() const {
         for (int place = 0; place < kQPlaces; ++place) {
@@ -136,8 +150,10 @@ struct Shared {
             mbarrier_init(v_empty(stage), kConsumerWarps + kCleaners);
             mbarrier_init(v_clean(stage), max_of(1, kCleaners));
         }
-        dirty().set(uint4{0, 0, 0, 0});
-        for (int slot = 0; slot < kPieceSlots; ++slot) store_shared(failed(slot), 0);
+        for (int slot = 0; slot < kPieceSlots; ++slot) {
+            store_shared(failed(slot), 0);
+            for (int n = 0; n < 2; ++n) store_shared(dirty(slot) + 4 * n, 0);
+        }
         store_shared(count(), 0);
         fence_mbarrier_init();
     }
@@ -195,8 +211,10 @@ struct Producer {
 
     __device__ __forceinline__ Piece piece_of(u32 index) const {
         Work<1> work(index, p.num_blocks, p.num_heads, p.section, p.num_sectioned, p.num_work);
-        const int block = Plan::kBand ? int(p.num_blocks) - 1 - work.block : work.block;
-        return {block * Plan::kBlockM, work.head, work.batch, 0};
+        const int end = (p.seqlen_q + 63) / 64 * 64;
+        const int first_row = Plan::kBand ? end - (work.block + 1) * Plan::kBlockM
+                                          : work.block * Plan::kBlockM;
+        return {first_row, work.head, work.batch, 0};
     }
     __device__ __forceinline__ void hand_out(Piece piece) {
         const u32 number = load_shared(smem.count()) + 1;
@@ -251,7 +269,7 @@ struct Producer {
                 load_k(loader, n - 1), load_v(loader, n);
             load_v(loader, range.begin);
         }
-        hand_out({-1, 0, 0, 0});
+        hand_out({Piece::kNone, 0, 0, 0});
     }
 };
 
@@ -274,7 +292,7 @@ struct Pieces {
     // False when there is no more.
     __device__ __forceinline__ bool wait() const {
         mbarrier_wait(smem.piece_full(cursor.stage), cursor.phase);
-        return current().first_row >= 0;
+        return current().first_row != Piece::kNone;
     }
     __device__ __forceinline__ void release() {
         warp_arrive(smem.piece_empty(cursor.stage));
@@ -347,11 +365,16 @@ struct Cleaner {
             for (int n = pieces.keys().end - 1; n >= pieces.keys().begin; --n) {
                 mbarrier_wait(smem.v_full(cursor.stage), cursor.phase);
                 const Piece piece = pieces.current();
-                if (is_masked(pieces.keys(), n) && (!Plan::kLazy || piece.exact())) {
+                const bool masked = Score::kHides || is_masked(pieces.keys(), n);
+                if (masked && (!Plan::kLazy || piece.exact())) {
                     if (clean(smem.v(cursor.stage)))
-                        store_shared(smem.dirty().address + 4 * warp, piece.number());
+                        store_shared(smem.dirty(pieces.cursor.stage) + 4 * warp, piece.number());
                     fence_proxy_async();
                 }
+                // With kLazy consumers wait for this barrier in some pieces only; that nobody waited
+                // for a phase is an error to synccheck.
+                if constexpr (Plan::kLazy)
+                    mbarrier_wait(smem.v_clean(cursor.stage), cursor.phase ^ 1);
                 warp_arrive(smem.v_clean(cursor.stage));
                 warp_arrive(smem.v_empty(cursor.stage));
                 cursor.next();

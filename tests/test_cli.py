@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -313,6 +314,15 @@ def test_device_cuda_without_one_is_a_usage_error(monkeypatch):
     with pytest.raises(UsageError, match="--device cuda: no CUDA device is present"):
         Device.pick("cuda")
     assert "no CUDA device is present" in str(Device.pick("auto"))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "int64"])
+def test_arrays_travel_to_a_device_and_back(dtype):
+    device = Device("cuda", cupy=SimpleNamespace(asarray=np.array, asnumpy=np.array))
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    there = device.put(array)
+    assert there.dtype == array.dtype
+    assert np.array_equal(device.get(there), array)
 
 
 def test_compile_refuses_unknown_architectures(capsys):

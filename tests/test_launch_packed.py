@@ -78,7 +78,7 @@ def test_one_launch_for_all_sequences(packed_side, dtype):
         assert fields[2]["k_strides"] == [0, 0, 0, 64, 128, 1]
     assert out.shape == (70, 4, 32) and lse.shape == (70, 4)
     # The same structure is the same kernel, whatever the lengths.
-    cuflash.attention_varlen(q, k, v, [0, 70], [0, 90])
+    cuflash.attention_varlen(q, k, v, [0, 2, 9, 70], [0, 50, 51, 90])
     plan, _, found = launch.log[-1]
     assert plan == launch.log[2][0]
     assert [launch.log[-2][2][n] for n in ("left", "right")] == [1 << 40] * 2

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from launches import arrays_of, gpu_side  # noqa: F401
+from launches import TILE, arrays_of, gpu_side  # noqa: F401
 from test_plan import problem_of
 
 from cuflash import edge
@@ -61,7 +61,8 @@ def as_word(x):
     return struct.unpack("Q", struct.pack("d", x))[0]
 
 
-def test_forward_passes_operands_by_the_rows_of_the_plan(gpu_side):
+@pytest.mark.parametrize("tile, kernel", [(None, "fwd_sm90"), (TILE, "fwd_portable")])
+def test_forward_passes_operands_by_the_rows_of_the_plan(gpu_side, tile, kernel):
     cupy, steps, launch = gpu_side
     problem = problem_of(batch=(2,), length=64)
     problem = replace(problem, program=many(), sinks=True, dropout=True)
@@ -74,10 +75,10 @@ def test_forward_passes_operands_by_the_rows_of_the_plan(gpu_side):
     type(sinks).astype = lambda self, dtype, copy=True: self
     extras = Extras((bias, table, 30.0, -3), sinks, 0.75, -1)
     launch.log.clear()
-    launch.forward(problem, q, k, v, out, lse, extras=extras)
+    launch.forward(problem, q, k, v, out, lse, tile, extras=extras)
     ((plan, _, fields),) = launch.log
-    assert plan.kernel == "fwd_portable"
-    assert fields["scale_log2"] == LOG2E and fields["scale"] == problem.scale
+    assert plan.kernel == kernel
+    assert fields["scale_log2"] == pytest.approx(LOG2E, 1e-7) and fields["scale"] == problem.scale
     assert fields["arg0"] == bias.data.ptr and fields["arg0_strides"] == [0, 0, 4096, 0, 64, 1]
     assert fields["arg1"] == table.data.ptr
     assert [fields[f"arg1_{part}{axis}"] for axis in (0, 1) for part in ("size", "stride")] == [
@@ -89,7 +90,8 @@ def test_forward_passes_operands_by_the_rows_of_the_plan(gpu_side):
     assert fields["seed"] == 2**64 - 1 and fields["seed_array"] == 0
     assert fields["first_batch"] == 0
     # Another seed, number or array is the same preparation with other words.
-    launch.forward(problem, q, k, v, out, lse, extras=Extras((bias, table, 9.0, 5), sinks, 0.75, 7))
+    again = Extras((bias, table, 9.0, 5), sinks, 0.75, 7)
+    launch.forward(problem, q, k, v, out, lse, tile, extras=again)
     _, (again, _, later) = launch.log
     assert again is plan
     assert (later["seed"], later["arg2"], later["arg3"]) == (7, as_word(9.0), 5)
@@ -105,8 +107,44 @@ def test_explain_names_what_decides_the_scores(gpu_side):
     problem = replace(problem, program=many(), dropout=True)
     text = str(launch.explain(problem, q, k, v, extras=extras))
     assert "scores     a function of bias, table, softcap, count; dropout" in text
-    assert "portable family" in text
-    assert "sm90: its kernels do not compute score or mask, dropout" in text
+    assert "sm90 family" in text
+
+
+def test_pairs_of_keys_are_read_at_once_where_they_are_aligned(gpu_side):
+    """Which is part of the plan, as it is of what equal calls share."""
+    cupy, _, launch = gpu_side
+    program = program_of(lambda s, i, j: s + Expr(element(0, BIAS)), [BIAS])
+    problem = replace(problem_of(length=64), program=program)
+    arrays = arrays_of(cupy, problem)
+
+    def paired(bias):
+        launch.log.clear()
+        launch.forward(problem, *arrays, extras=Extras((cupy.ndarray(None, base=bias),)))
+        score = launch.log[0][0].score
+        assert ("ahead.arg0" in score) != ("q.start0[i64(" in score)
+        return "ahead.arg0" in score
+
+    memory = np.zeros((1, 2, 64, 130), np.float16)
+    assert paired(memory[..., :64]) and paired(memory[..., 2:66])
+    assert not paired(memory[..., 1:65])  # it starts between two pairs
+    assert not paired(memory[..., :128:2])
+    assert not paired(memory.reshape(-1)[: 2 * 64 * 65].reshape(1, 2, 64, 65)[..., :64])
+    assert paired(np.broadcast_to(memory[:, :1, :1, :64], (1, 2, 64, 64)))
+    odd = replace(problem_of(length=63), program=program)
+    problem, arrays = odd, arrays_of(cupy, odd)
+    assert not paired(memory[:, :, :63, :63])
+
+
+def test_heads_that_share_a_bias_start_their_blocks_together(gpu_side):
+    cupy, _, launch = gpu_side
+    program = program_of(lambda s, i, j: s + Expr(element(0, BIAS)), [BIAS])
+    problem = replace(problem_of(length=64), program=program)
+    arrays = arrays_of(cupy, problem)
+    bias = np.zeros((1, 2, 64, 64), np.float16)
+    for shape, section in ((bias, 1), (np.broadcast_to(bias[:, :1], bias.shape), 2)):
+        launch.log.clear()
+        launch.forward(problem, *arrays, extras=Extras((cupy.ndarray(None, base=shape),)))
+        assert launch.log[0][2]["section"] == section
 
 
 def test_launches_of_many_axes_number_their_batches(gpu_side):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .. import score_text
+from .. import score_rows, score_text
 from ..plan import CPP_TYPES, Plan, round_up
 from ..score_text import Options
 
@@ -53,6 +53,19 @@ FORWARD_TILES = {
 # of an SM's 65,536 divided.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
+# With options on scores, which need registers of their own: two warpgroups of consumers, the first
+# that holds all of it. Hidden inf and NaN are looked for only where an output is not finite.
+SCORE_TILES = (
+    *(Tile(128, keys, 2, lazy=True) for keys in (128, 112, 96, 80, 64, 48, 32)),
+    *(Tile(64, keys, 2, lazy=True) for keys in (48, 32, 16)),
+)
+SCORE_REGISTERS = 16  # of a consumer, to compute with
+BAND_REGISTERS = 16  # which has loops for masked and for full blocks
+PACKED_REGISTERS = 8  # intervals of two queries, on top of those
+LONG_REGISTERS = 48  # where a pair takes many instructions
+LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
+SMEM = 227 * 1024
+
 WARPGROUP_ROWS = 64  # of queries: each consumer warpgroup's are loaded apart
 STORE_ROWS = 16  # of the output: each warp's leave apart
 OTHER_REGISTERS = 24  # of a consumer, besides scores, weights and output
@@ -67,14 +80,6 @@ def reject(problem, device, access) -> str | None:
         return f"it multiplies 16-bit types, not {problem.dtype}"
     if len(problem.batch) > MAX_BATCH_DIMS:
         return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
-    asked = {
-        "score or mask": problem.program is not None,
-        "sinks": problem.sinks,
-        "dropout": problem.dropout,
-    }
-    if any(asked.values()):
-        names = ", ".join(name for name, on in asked.items() if on)
-        return f"its kernels do not compute {names}"
     if problem.num_heads >= 2**31:
         return f"{problem.num_heads} heads: the coordinates of a tensor map have 31 bits"
     if access.unmapped is not None:
@@ -82,21 +87,53 @@ def reject(problem, device, access) -> str | None:
     return None
 
 
-def forward_tile(problem) -> Tile:
-    """The table's tile for a problem."""
+def _score_tile(problem, options, paired) -> Tile:
+    """With options on scores: the widest whose registers hold all of it, else the narrowest."""
+    tiles = [
+        tile for tile in SCORE_TILES if tile.block_n <= LONG_KEYS or not score_rows.is_long(options)
+    ]
+    for tile in tiles:
+        if takes(problem, tile, options, paired) and forward_smem(problem, tile)[0] <= SMEM:
+            return tile
+    return tiles[-1]
+
+
+def forward_tile(problem, paired=()) -> Tile:
+    """The table's tile for a problem: by the keys that a query sees at most."""
+    options = Options.of(problem)
+    if options:
+        return _score_tile(problem, options, paired)
     rows = (
         row for (dim, dim_v), row in FORWARD_TILES.items()
         if problem.head_dim <= dim and problem.head_dim_v <= dim_v
     )
     tiles = next(rows)[not problem.bounded]
-    length = problem.seqlen_k // max(1, problem.sequences or 1)  # of packed sequences the mean
-    return tiles[min(keys for keys in tiles if length <= keys)]
+    seen = problem.seqlen_k
+    if problem.packed:  # their mean length
+        seen = -(-seen // max(1, problem.sequences))
+    elif problem.band is not None:
+        seen = min(seen, problem.band.hi - problem.band.lo + 1)
+    tile = tiles[min(keys for keys in tiles if seen <= keys)]
+    # Blocks at both ends of a window, or of a sequence, are masked, and values in them would be
+    # looked through.
+    return replace(tile, lazy=True) if seen < problem.seqlen_k else tile
 
 
-def takes(problem, tile: Tile) -> bool:
-    """Whether a consumer's registers hold scores, weights and output."""
+def hides(problem) -> bool:
+    """Whether the program hides keys."""
+    return problem.program is not None and problem.program.visible is not None
+
+
+def takes(problem, tile: Tile, options=None, paired=()) -> bool:
+    """Whether a consumer's registers hold scores, weights and output, and what options need."""
     accumulators = (tile.block_n + tile.block_n // 2 + round_up(problem.head_dim_v, 16)) // 2
-    return accumulators + OTHER_REGISTERS <= REGISTERS[tile.block_m // 64][1]
+    others = OTHER_REGISTERS
+    if options:
+        others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
+        others += SCORE_REGISTERS + score_rows.query_registers(options)
+        others += BAND_REGISTERS * problem.bounded + PACKED_REGISTERS * problem.packed
+        others += LONG_REGISTERS * score_rows.is_long(options)
+    return accumulators + others <= REGISTERS[tile.block_m // 64][1]
 
 
 def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
@@ -120,8 +157,11 @@ def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
     return total(1, max(panels, panels_v)), 1, panels_v, True
 
 
-def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
-    """The plan of fwd_sm90.cu.
+def forward_plan(
+    problem, device, access, *, tile: Tile | None = None, paired: tuple[int, ...] = ()
+) -> Plan:
+    """The plan of fwd_sm90.cu. ``paired``: the program's arguments that can be read two keys at a
+    time (launch_extras.Operands.paired).
 
     Raises
     ------
@@ -129,11 +169,12 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         The tile's accumulators do not fit the registers of a consumer.
     """
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-    tile = forward_tile(problem) if tile is None else tile
+    options = Options.of(problem)
+    given, tile = tile, forward_tile(problem, paired) if tile is None else tile
     smem, q_slots, out_panels, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = REGISTERS[consumers]
-    if not takes(problem, tile):
+    if given is not None and not takes(problem, tile, options, paired):
         raise NotImplementedError(
             f"{tile} needs more than {consumer_registers} registers a thread for head_dim_v "
             f"{problem.head_dim_v}"
@@ -156,7 +197,7 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kFused", tile.fused),
         ("kLate", tile.late),
         ("kTurns", tile.turns),
-        ("kLazy", tile.lazy and problem.bounded),
+        ("kLazy", tile.lazy and (problem.bounded or hides(problem))),
         ("kSkip", tile.skip and problem.bounded),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),
@@ -164,8 +205,13 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kStoreBytes", access.store_bytes),
     )
     products = ((tile.block_n, False, False), (head_dim_v, True, True))
-    operands = score_text.rows(Options.of(problem), forward=True)
-    threads = 128 * (consumers + 1)
     return Plan(
-        "fwd_sm90", "forward_sm90", threads, smem, constants, products, operands=operands
+        "fwd_sm90",
+        "forward_sm90",
+        128 * (consumers + 1),
+        smem,
+        constants,
+        products,
+        score_text.text(options, paired),
+        score_text.rows(options, forward=True),
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from .. import score_text
 from ..plan import CPP_TYPES, Plan, round_up
 from ..score_text import Options
-from .sm90 import NAME, reject
+from . import sm90
+from .sm90 import NAME
 
 __all__ = ["DIRECTIONS", "NAME", "Tile", "backward_plan", "reject", "takes", "tile_of"]
 
@@ -37,6 +38,19 @@ BACKWARD_TILES = {
 # Registers a thread of the producer's warpgroup and of the two consumers: an SM's 65,536 divided.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 THREADS = 3 * 128
+
+
+def reject(problem, device, access) -> str | None:
+    """Why this family cannot run the problem backward, or None."""
+    asked = {
+        "score or mask": problem.program is not None,
+        "sinks": problem.sinks,
+        "dropout": problem.dropout,
+    }
+    names = ", ".join(name for name, on in asked.items() if on)
+    if names:
+        return f"its kernels do not compute {names}"
+    return sm90.reject(problem, device, access)
 
 
 def tile_of(problem) -> Tile:

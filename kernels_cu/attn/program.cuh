@@ -16,6 +16,7 @@
 #include "../tile/rows.cuh"
 #include "dropout.cuh"
 #include "interval.cuh"
+#include "score_keys.cuh"
 #include "score_gradients.cuh"
 
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }

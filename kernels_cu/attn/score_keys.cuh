@@ -1,0 +1,101 @@
+// What struct Score is written in for kernels that go through blocks of keys (score_rows.cuh): keys
+// of a block, tanh without a call, elements read two at a time.
+#pragma once
+#include "../ptx/misc.cuh"
+#include "../types.cuh"
+
+// A key of a block: the first one that the lane holds, and how far this one is beyond, a constant
+// where loops are unrolled.
+struct Key {
+    int first, beyond;
+    __device__ __forceinline__ operator int() const { return first + beyond; }
+};
+// x - j as a float, by one subtraction a pair: exact up to 2^24.
+__device__ __forceinline__ float distance(int x, Key j) {
+    return float(x - j.first) - float(j.beyond);
+}
+__device__ __forceinline__ float inverse_of(float x) { return 1 / x; }
+
+// tanh(x) = x P(x^2) within 1.5e-7 of itself up to here; P by Lawson's iteration.
+inline constexpr float kNearTanh = 0.875f;
+inline constexpr int kTanhTerms = 6;
+__device__ __forceinline__ constexpr float tanh_term(int n) {
+    constexpr float kTerms[kTanhTerms] = {0.9999998509659656f,   -0.3333191410932131f,
+                                          0.1331109784856926f,   -0.052665787138745916f,
+                                          0.018277448536766296f, -0.003840354283961592f};
+    return kTerms[n];
+}
+__device__ __forceinline__ float near_tanh(float x) {
+    const float square = x * x;
+    float sum = tanh_term(kTanhTerms - 1);
+#pragma unroll
+    for (int n = kTanhTerms - 2; n >= 0; --n) sum = fma_of(sum, square, tanh_term(n));
+    return x * sum;
+}
+// 1 - 2 / (exp(2 x) + 1) where that is as precise. PTX ISA 9.7.3.14 (rcp.approx).
+__device__ __forceinline__ float far_tanh(float x) {
+    const float power = exp2_of(fabsf(x) * 2.885390081777927f);
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(power + 1));
+    return fabsf(x) < 0.5f ? near_tanh(x) : copysignf(fma_of(inverse, -2.f, 1.f), x);
+}
+template <bool kNear> __device__ __forceinline__ float bent(float x) {
+    return kNear ? near_tanh(x) : far_tanh(x);
+}
+// cap * tanh(scale * s / cap) with everything but s in the polynomial's terms.
+struct CappedSeries {
+    float terms[kTanhTerms];
+    float cap, slope;
+    float near;  // the largest |s| that the polynomial serves; -1: none, its terms could overflow
+
+    CappedSeries() = default;
+    __device__ __forceinline__ CappedSeries(float scale, float of_cap)
+        : cap(of_cap), slope(fabsf(scale / of_cap)) {
+        float power = scale;
+#pragma unroll
+        for (int n = 0; n < kTanhTerms; ++n) terms[n] = tanh_term(n) * power, power *= slope * slope;
+        near = slope < 64 ? kNearTanh / slope : -1.f;
+        if (scale < 0) slope = -slope;
+    }
+    template <bool kNear> __device__ __forceinline__ float at(float s) const {
+        if constexpr (!kNear) return cap * far_tanh(s * slope);
+        const float square = s * s;
+        float sum = terms[kTanhTerms - 1];
+#pragma unroll
+        for (int n = kTanhTerms - 2; n >= 0; --n) sum = fma_of(sum, square, terms[n]);
+        return s * sum;
+    }
+};
+
+// Two neighbours in memory, in as few registers as they need.
+template <class Element> struct Two {
+    static_assert(sizeof(Element) <= 4, "wider elements are read where they are used");
+    u32 words[sizeof(Element) == 4 ? 2 : 1];
+};
+// The address is a multiple of their size. Volatile, so that the reads stay in front of the wait
+// for the product. PTX ISA 9.7.9.9 (ld.global.nc).
+template <class Element>
+__device__ __forceinline__ Two<Element> read_two(const Element* address) {
+    Two<Element> two;
+    if constexpr (sizeof(Element) == 1)
+        asm volatile("ld.global.nc.u16 %0, [%1];" : "=r"(two.words[0]) : "l"(address));
+    else if constexpr (sizeof(Element) == 2)
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(two.words[0]) : "l"(address));
+    else
+        asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(two.words[0]), "=r"(two.words[1])
+                     : "l"(address));
+    return two;
+}
+template <class Element>
+__device__ __forceinline__ Element one_of(const Two<Element>& two, int r) {
+    if constexpr (kSame<Element, float>) {
+        return __uint_as_float(two.words[r]);
+    } else if constexpr (sizeof(Element) == 4) {
+        return Element(two.words[r]);
+    } else if constexpr (kSame<Element, f16> || kSame<Element, bf16>) {
+        return Element{u16(two.words[0] >> 16 * r)};
+    } else {
+        return Element(two.words[0] >> int(8 * sizeof(Element)) * r);
+    }
+}

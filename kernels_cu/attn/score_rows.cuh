@@ -1,0 +1,111 @@
+// The caller's options on a warp's 16 queries for kernels that keep these for a whole piece of work:
+// what no key changes is found once, elements are read while the product still runs, and pairs cost
+// what is left. struct Score then has, beside what program.cuh says (cuflash/score_rows.py),
+//
+//     Query, query(i)      what a query's pairs share
+//     first_key(query)     where its keys are counted from: its sequence, if several are packed
+//     Ahead, read_ahead()  elements of a block of keys, in registers before they are needed
+//     Elements, elements() those of a pair
+//     value, visible       of a pair; value<kNear>: no argument of tanh exceeds kNearTanh
+//     reach, near          how large these arguments get, and up to which value
+#pragma once
+#include "../tile/bits.cuh"
+#include "../tile/fragment.cuh"
+#include "program.cuh"
+#include "score_keys.cuh"
+
+template <class Score, int kColTiles, bool kOptions = Score::kProgram> struct ScoreRows {
+    using Scores = Fragment<float, 1, kColTiles>;
+
+    __device__ __forceinline__ void begin(const Params&, u32, u32, int) {}
+    __device__ __forceinline__ void read(const Params&, int) {}
+    __device__ __forceinline__ void apply(const Params&, Scores&, int) const {}
+    __device__ __forceinline__ void drop(Scores&) const {}
+};
+
+template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
+    using Scores = Fragment<float, 1, kColTiles>;
+    using Query = typename Score::Query;
+    Query queries[2];
+    decltype(static_cast<const Score*>(nullptr)->dropout()) dropout;
+    int first_row;
+    // Of the block of keys in hand.
+    typename Score::template Ahead<kColTiles> ahead;
+    FragmentBits<1, kColTiles> kept;
+
+    // The queries from `row` on of a head.
+    __device__ __forceinline__ void begin(const Params& p, u32 batch, u32 head, int row) {
+        const Score score(p, batch, head);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            queries[half] = score.query(row + 8 * half + lane_id() / 4);
+        if constexpr (Score::kDropout) dropout = score.dropout(), first_row = row;
+    }
+    // Opaque: addresses and numbers made of it are not carried from block to block in registers.
+    static __device__ __forceinline__ int first_key(int col) {
+        return opaque(col + lane_id() % 4 * 2);
+    }
+    // What pairs are computed with would begin before the product's end, and all pairs at once, with
+    // registers for each: where that is much, it waits for a score. (No length is negative, which
+    // the assembler cannot know.)
+    static __device__ __forceinline__ int after(const Params& p, float x) {
+        return Score::kLong ? __float_as_int(x) & (p.seqlen_k >> 31) : 0;
+    }
+
+    // What the keys from `col` on need, while the product runs.
+    __device__ __forceinline__ void read(const Params& p, int col) {
+        if (col + 8 * kColTiles <= p.seqlen_k)
+            Score::template read_ahead<true>(p, ahead, queries, first_key(col));
+        else
+            Score::template read_ahead<false>(p, ahead, queries, first_key(col));
+        if constexpr (Score::kDropout) dropout.keep(kept, first_row, col);
+    }
+    // f(score, query, half, n, r, key)
+    template <class F>
+    __device__ __forceinline__ void for_each(const Params& p, Scores& s, int col, F f) const {
+        int first = first_key(col) + after(p, s.x[0][0][0]);
+#pragma unroll
+        for (int n = 0; n < kColTiles; ++n) {
+            if (n > 0 && n % 2 == 0) first += after(p, s.x[0][n - 1][3]);
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                f(s.x[0][n][r], queries[r / 2], r / 2, n, r % 2,
+                  Key{first - Score::first_key(queries[r / 2]), 8 * n + r % 2});
+        }
+    }
+    template <bool kNear>
+    __device__ __forceinline__ void evaluate(const Params& p, Scores& s, int col) const {
+        for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
+            const auto at = Score::elements(p, ahead, q, half, n, r, j);
+            if constexpr (Score::kChanges) x = Score::template value<kNear>(p, x, q, j, at);
+            if constexpr (Score::kHides)
+                x = Score::visible(p, q, j, at) ? x : -infinity<float>();
+        });
+    }
+    // The product becomes the score, -inf where the key is hidden. Keys behind the sequence's end
+    // get any value.
+    __device__ __forceinline__ void apply(const Params& p, Scores& s, int col) const {
+        if constexpr (Score::kBends) {
+            float most[2] = {0, 0};
+            for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
+                const auto at = Score::elements(p, ahead, q, half, n, r, j);
+                most[half] = fmax_of(most[half], Score::reach(p, x, q, j, at));
+            });
+            const bool near =
+                most[0] <= Score::near(queries[0]) && most[1] <= Score::near(queries[1]);
+            if (__all_sync(kFullWarp, near))
+                evaluate<true>(p, s, col);
+            else
+                evaluate<false>(p, s, col);
+        } else if constexpr (Score::kChanges || Score::kHides) {
+            evaluate<true>(p, s, col);
+        }
+    }
+    // Weights that dropout does not keep become 0; the others are scaled with the output.
+    __device__ __forceinline__ void drop(Scores& s) const {
+        if constexpr (Score::kDropout)
+            for_each_place<1, kColTiles>([&](int m, int n, int r) {
+                s.x[m][n][r] = kept.get(m, n, r) ? s.x[m][n][r] : 0.f;
+            });
+    }
+};
