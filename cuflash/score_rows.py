@@ -45,7 +45,7 @@ def query_registers(options) -> int:
     """About as many as what the two queries of a lane keep."""
     writer = _Writer(options, {"b": "b", "h": "h"})
     used = writer.functions()
-    total = 2 + 10 * options.dropout
+    total = 2 + (20 if options.packed else 10) * options.dropout
     total += 8 * max(0, len(used) + options.dropout - 1)  # addresses beside each other
     for (kind, *_), name in writer.fields.items():
         width = 6 + 3 if kind == "CappedSeries" else 1

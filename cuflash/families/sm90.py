@@ -131,7 +131,9 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
     if options:
         others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
         others += SCORE_REGISTERS + score_rows.query_registers(options)
-        others += BAND_REGISTERS * problem.bounded + PACKED_REGISTERS * problem.packed
+        others += BAND_REGISTERS * problem.bounded
+        # One warpgroup alone has all that a thread can name, and nothing to spare.
+        others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
         others += LONG_REGISTERS * score_rows.is_long(options)
     return accumulators + others <= REGISTERS[tile.block_m // 64][1]
 
