@@ -8,12 +8,12 @@ i, j count batch, query head, query and key.
 from __future__ import annotations
 
 from .arrays import home_of
-from .checks import check_flag, check_need
+from .checks import check_flag
 from .edge import (
-    ALL_GRADIENTS,
     GRADIENTS,
     AttentionGrads,
     backward,
+    check_wanted,
     forward,
     split_options,
 )
@@ -312,10 +312,7 @@ def attention_backward(
     """
     shaping, scores = split_options("attention_backward", options)
     deterministic = check_flag("deterministic", deterministic)
-    wanted = check_need(need, ALL_GRADIENTS)
-    for name, want in zip(ALL_GRADIENTS, wanted):
-        if want and name not in GRADIENTS and name not in scores:
-            raise ValueError(f"need={need!r}: {name!r} is asked for, but {name} is not given")
+    wanted = check_wanted(need, scores)
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         operands["dlse"] = dlse

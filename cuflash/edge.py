@@ -7,12 +7,14 @@ results, and gradients are summed over the axes along which an input was broadca
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import check_output, dtype_name
-from .checks import check_flag, check_operand
+from .checks import check_flag, check_need, check_operand
+from .extras import Extras
 from .options import DEFAULTS, Options, used
 from .problem import Call, call_of
 from .score_gradients import ScoreGradients
@@ -79,11 +81,22 @@ def split_options(function: str, given: dict) -> tuple[tuple, dict]:
     return tuple({**SHAPING, **shaping}.values()), scored
 
 
-def scored(home, call: Call, shaping: tuple, options: dict, first_batch=0) -> Options:
+def check_wanted(need, scores: dict) -> tuple[bool, ...]:
+    """Which of ALL_GRADIENTS `need` names; those of options only where the option is given."""
+    wanted = check_need(need, ALL_GRADIENTS)
+    for name, want in zip(ALL_GRADIENTS, wanted):
+        if want and name not in GRADIENTS and name not in scores:
+            raise ValueError(f"need={need!r}: {name!r} is asked for, but {name} is not given")
+    return wanted
+
+
+def scored(
+    home, call: Call, shaping: tuple, options: dict, first_batch=0, packing=None
+) -> Options:
     """The options on scores of a call; b counts from first_batch."""
     names = dict(zip(SHAPING, shaping))
     band = names["causal"], names["causal_offset"]
-    return Options(home, call, options, *band, first_batch)
+    return Options(home, call, options, *band, first_batch, packing)
 
 
 def resolve(q, k, v, shaping: tuple) -> Call:
@@ -112,16 +125,27 @@ def inner_lse(call: Call, x):
     return x.swapaxes(-2, -1) if call.layout == "bshd" else x
 
 
-def forward(home, q, k, v, out, return_lse, options, scores=None, first_batch=0):
+def _of_sequences(call: Call, packing) -> Call:
+    """The call of all rows as that of the sequences packed in them: launch_packed.Packing."""
+    problem = replace(call.problem, band=None, sequences=packing.sequences)
+    return replace(call, problem=problem)
+
+
+def forward(
+    home, q, k, v, out, return_lse, options, scores=None, first_batch=0, packing=None
+):
     q, k, v = home.adopt("q", q), home.adopt("k", k), home.adopt("v", v)
     call = resolve(q, k, v, options)
     if return_lse is not True and return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
     read = (("q", q), ("k", k), ("v", v))
     extra = {}
+    if packing is not None:
+        call = _of_sequences(call, packing)
+        extra = {"extras": Extras(packing=packing)}
     problem = call.problem
     if scores:
-        scores = scored(home, call, options, scores, first_batch)
+        scores = scored(home, call, options, scores, first_batch, packing)
         problem, extra = scores.problem, {"extras": scores.extras}
         read += scores.arrays()
     if out is None:
@@ -147,16 +171,23 @@ def forward(home, q, k, v, out, return_lse, options, scores=None, first_batch=0)
         views = (inner_view(home, call, x) for x in (q, k, v, o))
         inner = None if lse is None else inner_lse(call, lse)
         home.backend.forward(problem, *views, inner, **extra)
+    if packing is not None and return_lse and problem.sinks:
+        packing.hide_tail(lse)
     result = home.finish(handle) if out is None else out
     return (result, home.finish(lse_handle)) if return_lse else result
 
 
 def backward(
-    home, operands: dict, wanted, deterministic: bool, shaping: tuple, scores=None, first_batch=0
-) -> AttentionGrads:
+    home, operands: dict, wanted, deterministic: bool, shaping: tuple, scores=None, first_batch=0,
+    packing=None,
+) -> AttentionGrads:  # fmt: skip
     arrays = {name: home.adopt(name, x) for name, x in operands.items()}
     inputs = [arrays[name] for name in GRADIENTS]
     call = resolve(*inputs, shaping)
+    extra, finish = {}, tuple
+    if packing is not None:
+        call = _of_sequences(call, packing)
+        extra = {"extras": Extras(packing=packing)}
     problem = call.problem
     for name, like in (("dout", "out"), ("out", "attention's result")):
         x = arrays[name]
@@ -172,9 +203,8 @@ def backward(
                 problem.lse_dtype,
                 "attention's lse",
             )
-    extra, finish = {}, tuple
     if scores:
-        scores = scored(home, call, shaping, scores, first_batch)
+        scores = scored(home, call, shaping, scores, first_batch, packing)
         problem = scores.problem
         if scores.untraced is not None:
             raise scores.untraced
@@ -194,7 +224,8 @@ def backward(
         for gradient in filter(None, gradients):
             gradient.result.fill(0)
         if scores and problem.sinks and call.problem.seqlen_k == 0 and "dlse" in arrays:
-            targets.sinks_alone(inner_lse(call, arrays["dlse"]))
+            dlse = inner_lse(call, arrays["dlse"])
+            targets.sinks_alone(dlse if packing is None else packing.without_tail(dlse))
     else:
         views = {
             name: inner_lse(call, x) if name in ("lse", "dlse") else inner_view(home, call, x)

@@ -26,6 +26,7 @@ class Extras:
     keep: float = 1.0  # probability that dropout keeps a weight, a multiple of 1/256
     seed: Any = None  # int or array of one
     first_batch: int = 0  # index b of the first batch entry
+    packing: Any = None  # of packed sequences on the GPU: launch_packed.Packing
     called: Called | None = None  # on the CPU, in place of the program's value and visible
 
 

@@ -121,7 +121,7 @@ def _prepare(problem, device, arrays, operands, tile=None):
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
-    uneven = problem.band is not None or problem.seqlen_q % plan["kBlockM"] != 0
+    uneven = problem.bounded or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
     return _Forward(step, packed, mapped, ticket, Options.of(problem)), family, rejections

@@ -115,7 +115,7 @@ def _main_step(
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     section = steps.section_values(problem, device, heads, query_bytes, turns and not hopper)
     groups = [min(blocks, device.num_sms)] * 2
-    if hopper and turns and problem.band is None:
+    if hopper and turns and not problem.bounded:
         tile = tile or sm90_backward.tile_of(problem)
         size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads)
         section = [size, heads // size * size]

@@ -31,12 +31,13 @@ class Operands:
     keep_limit: int = STEPS_OF_KEEP
     first_batch: int = 0  # of all leading axes, where a call runs in several launches
     sums: dict = field(default_factory=dict)  # argument -> launch_gradients.Sums
+    packing: Any = None  # of packed sequences
 
     @classmethod
     def of(cls, problem, extras) -> Operands:
         """Those of a call; numbers become words, sinks take the scores' dtype."""
         if not Options.of(problem):
-            return NONE
+            return cls(packing=extras.packing) if problem.packed else NONE
         specs = () if problem.program is None else problem.program.args
         args = tuple(_operand(spec, x) for spec, x in zip(specs, extras.args, strict=True))
         sinks, seed, seed_array = extras.sinks, 0, None
@@ -50,7 +51,8 @@ class Operands:
                 if seed_array.itemsize != 8:
                     seed_array = seed_array.astype(np.int64)
         limit = min(max(round(extras.keep * STEPS_OF_KEEP), 1), STEPS_OF_KEEP)
-        return cls(args, sinks, seed, seed_array, limit, extras.first_batch)
+        first = extras.first_batch
+        return cls(args, sinks, seed, seed_array, limit, first, packing=extras.packing)
 
     def at(self, problem, index) -> Operands:
         """Those of one of the launches of `launch_steps.outer`, which are numbered by ``index``."""
@@ -100,11 +102,14 @@ class Operands:
 
     # The next two go through the rows of score_text.rows, in its order.
 
-    def words(self, options: Options) -> tuple | list:
+    def words(self, options: Options) -> list:
         """The values of the rows that each launch writes."""
+        found = [x.data.ptr for x in self.packing.intervals] if options.packed else []
         if not options:
-            return ()
-        found = [self.first_batch]
+            return found
+        found += [self.first_batch]
+        if options.packed:
+            found += [x.data.ptr for x in self.packing.places]
         found += [x if isinstance(x, int) else x.data.ptr for x in self.args]
         if options.sinks:
             found += [self.sinks.data.ptr]

@@ -109,16 +109,18 @@ def gradients_of(problem, dargs) -> tuple[Gradient, ...]:
         if program.args[n].kind == "grid":
             along = dargs[n].shape[-2] > 1, dargs[n].shape[-1] > 1
         else:
-            along = tuple(_varies(node, axis) for axis in "ij")
+            along = tuple(_varies(node, axis, problem.packed) for axis in "ij")
         words = 2 if measured[n] or problem.dtype == "float64" else 1
         found.append(Gradient(number, along, measured[n], words))
     return tuple(found)
 
 
-def _varies(node, axis) -> bool:
+def _varies(node, axis, packed=False) -> bool:
+    """Whether an entry's place does along i or j; b does along both where sequences are packed."""
     from .score_text import depends
 
-    return any(depends(index, axis) or depends(index, "s") for index in node.operands)
+    causes = (axis, "s", "b") if packed else (axis, "s")
+    return any(depends(index, cause) for index in node.operands for cause in causes)
 
 
 def sums_of(problem, gradients, dargs) -> dict[int, Sums]:
@@ -218,8 +220,8 @@ def sink_gradient(sinks, lse, delta):
     """
     sinks = sinks[..., None]
     p = cupy.where(lse == sinks, 1.0, cupy.exp(sinks - lse))
-    p = cupy.where(lse == -np.inf, 0.0, p)  # of a row without a key, of which the sink is no part
-    return -(p * delta).sum(axis=-1)
+    # A row behind the packed sequences, of which no sink is part, has any delta.
+    return -cupy.where(lse == -np.inf, 0.0, p * delta).sum(axis=-1)
 
 
 def reduce_to(gradient, total) -> None:

@@ -193,11 +193,11 @@ def section_values(problem, device, heads: int, head_bytes: int, turns: bool = F
     """How many heads start their blocks together, and how many of all heads make whole sections
     (attn/work.cuh).
 
-    One head at a time, unless its blocks differ in length (a band) or wait for each other
-    (``turns``): then as many as L2 holds of ``head_bytes`` each, in sections as equal as they get,
-    since a small last one would leave the device to a few long blocks.
+    One head at a time, unless its blocks differ in length (a band, packed sequences) or wait for
+    each other (``turns``): then as many as L2 holds of ``head_bytes`` each, in sections as equal as
+    they get, since a small last one would leave the device to a few long blocks.
     """
-    if problem.band is None and not turns:
+    if not problem.bounded and not turns:
         return [1, heads]
     fitting = max(1, device.l2_bytes * 3 // 4 // max(1, head_bytes))
     sections = max(1, -(-heads // fitting))

@@ -84,12 +84,16 @@ class Options:
     extras : Extras
     """
 
-    def __init__(self, home, call, options: dict, causal, causal_offset, first_batch=0):
+    def __init__(
+        self, home, call, options: dict, causal, causal_offset, first_batch=0, packing=None
+    ):
         self.home, self.options = home, options
         problem = call.problem
         self.batch, self.heads = problem.batch, problem.num_heads
         self.seqlens = problem.seqlen_q, problem.seqlen_k
-        self.offset = self.seqlens[1] - self.seqlens[0]
+        # None: a number for each of the packed sequences.
+        self.offset = self.seqlens[1] - self.seqlens[0] if packing is None else None
+        self.packing = packing
         if causal_offset is not None:
             self.offset = int(causal_offset)
         elif isinstance(causal, str) and causal == "top_left":
@@ -110,7 +114,8 @@ class Options:
             problem, program=program, sinks=sinks is not None, dropout=seed is not None
         )
         called = self._called() if home.xp is np else None
-        self.extras = Extras(tuple(self.operands), sinks, keep, seed, first_batch, called)
+        operands = tuple(self.operands)
+        self.extras = Extras(operands, sinks, keep, seed, first_batch, packing, called)
 
     def arrays(self) -> tuple:
         """(name, array) of all that is read."""
@@ -155,6 +160,14 @@ class Options:
         self.operands.append(value)
         return Expr(fetch(len(self.args) - 1, arg))
 
+    def _offset(self):
+        if self.offset is not None:
+            return self._scalar("offset", self.offset)
+        arg = Arg("free", "int32", 1, "offsets")
+        self.args.append(arg)
+        self.operands.append(self.packing.shifts)
+        return Expr(fetch(len(self.args) - 1, arg, (symbol("b"),)))
+
     def _per_head(self, name):
         array = self._take(name, DTYPES)
         return self._fit(name, array, (*self.batch, self.heads), "(..., Hq)")
@@ -177,7 +190,7 @@ class Options:
             s = s + self._grid("bias", bias)
         if "alibi_slopes" in options:
             slopes = self._grid("alibi_slopes", self._per_head("alibi_slopes")[..., None, None])
-            s = s + -slopes * abs(i + self._scalar("offset", self.offset) - j)
+            s = s + -slopes * abs(i + self._offset() - j)
         self.given = self._score_args()
         self.before_mod = s.node
         return self._traced("score_mod", s) if "score_mod" in options else s.node

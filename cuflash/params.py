@@ -15,6 +15,7 @@ from .plan import round_up
 BATCH_DIMS = 3  # kBatchDims in kernels_cu/types.cuh
 STRIDES = BATCH_DIMS + 3
 MAP_BYTES = 128
+SPARE_ROWS = 256  # kSpareRows in kernels_cu/attn/interval.cuh
 
 # kind -> (C++ declaration, struct code, how many values)
 KINDS = {
@@ -174,6 +175,31 @@ TABLES = {
         ("most", "out"),
         ("x_strides", "strides"),
         *_SHAPE,
+    ],
+    "offsets": [
+        ("q_given", "in"),
+        ("k_given", "in"),
+        ("q_offsets", "out"),
+        ("k_offsets", "out"),
+        ("shifts", "out"),
+        ("sequences", "i32"),
+        ("seqlen_q", "i32"),
+        ("seqlen_k", "i32"),
+    ],
+    "intervals": [
+        ("q_offsets", "in"),
+        ("k_offsets", "in"),
+        ("q_intervals", "out"),
+        ("k_intervals", "out"),
+        ("q_places", "out"),
+        ("k_places", "out"),
+        ("sequences", "i32"),
+        ("seqlen_q", "i32"),
+        ("seqlen_k", "i32"),
+        ("left", "i64"),
+        ("right", "i64"),
+        ("shift", "i64"),
+        ("bottom_right", "i32"),
     ],
     "combine": [
         ("outs", "in"),

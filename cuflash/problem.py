@@ -45,6 +45,9 @@ class Problem:
     head_dim_v: int
     scale: float  # the resolved value: 1/sqrt(head_dim) when the caller gave None
     band: Band | None = None  # None: every key is visible
+    # Packed sequences: their number; each query then has an interval of keys in place of the band,
+    # and seqlen_q and seqlen_k count the rows of all of them.
+    sequences: int | None = None
     precision: str | None = None  # None or "tf32" (float32 only)
     program: Program | None = None  # what options make of the scores; numbers and arrays are apart
     sinks: bool = False
@@ -54,6 +57,15 @@ class Problem:
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def packed(self) -> bool:
+        return self.sequences is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether queries see a range of the keys only: a band, or their own sequence."""
+        return self.band is not None or self.packed
 
     @property
     def lse_dtype(self) -> str:

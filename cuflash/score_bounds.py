@@ -31,7 +31,7 @@ def _leaf(x, problem):
     if x.op != "symbol" or x.value == "s":
         return None
     counts = {
-        "b": math.prod(problem.batch),
+        "b": problem.sequences if problem.packed else math.prod(problem.batch),
         "h": problem.num_heads,
         "i": problem.seqlen_q,
         "j": problem.seqlen_k,

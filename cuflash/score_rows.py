@@ -45,7 +45,7 @@ def query_registers(options) -> int:
     """About as many as what the two queries of a lane keep."""
     writer = _Writer(options, {"b": "b", "h": "h"})
     used = writer.functions()
-    total = 2 + 12 * options.dropout
+    total = 2 + (22 if options.packed else 12) * options.dropout
     total += 8 * max(0, len(used) + options.dropout - 1)  # addresses beside each other
     for (kind, *_), name in writer.fields.items():
         width = 6 + 3 if kind == "CappedSeries" else 1
@@ -101,7 +101,8 @@ class _Writer:
         """
         key = kind, *body
         name = self.fields.setdefault(key, f"h{len(self.fields)}")
-        if node is not None and "i" in self.of(node):
+        varying = "ib" if self.options.packed else "i"
+        if node is not None and self.of(node) & set(varying):
             self.own.add(name)
         return f"q.{name}"
 
@@ -316,7 +317,12 @@ def _roots(options):
 
 def _query(writer, options, used, elements):
     """What a query's pairs share, and the function that finds it."""
-    fields, body = ["int i;"], ["Query q;", "q.i = i = min_of(i, p.seqlen_q - 1);"]
+    fields, body = ["int i;"], ["Query q;", "i = min_of(i, p.seqlen_q - 1);"]
+    if writer.options.packed:
+        fields += ["int k_start;"]  # of its sequence
+        body += ["const Sequence at = sequence_at(p.q_places, i);"]
+        body += ["i -= at.q_start, q.k_start = at.k_start;"]
+    body += ["q.i = i;"]
     for n in used:
         fields.append(f"const {elements[options.args[n].dtype]}* start{n};")
         along = f" + i64(i) * p.arg{n}_strides.row" if options.args[n].along[0] else ""
@@ -325,7 +331,12 @@ def _query(writer, options, used, elements):
         fields.append(f"{kind} {name};")
         body.append(" ".join(["{", *lines, f"q.{name} = {expression};", "}"]))
     struct = ["struct Query {", *("    " + field for field in fields), "};"]
-    return [*struct, *_function("Query query(int i) const", [*body, "return q;"], "")]
+    start = "q.k_start" if writer.options.packed else "0"
+    return [
+        *struct,
+        *_function("Query query(int i) const", [*body, "return q;"], ""),
+        *_function("int first_key(const Query& q)", [f"return {start};"]),
+    ]
 
 
 def _elements(options, used, elements, read, ahead):

@@ -68,6 +68,8 @@ class Options:
     gradients: tuple[Gradient, ...] = ()  # those that are asked for
     # Scores are scaled, and statistics of rows count from there, whatever else is known of them.
     scaled: bool = False
+    # Whether sequences are packed: b, i and j are then what attn/interval.cuh says of a pair.
+    packed: bool = False
 
     @classmethod
     def of(cls, problem, *, stats=False, gradients=()) -> Options:
@@ -75,7 +77,8 @@ class Options:
         of scaled scores where the backward kernel's are.
         """
         scaled = problem.program is not None or problem.sinks or problem.dropout
-        return cls(problem.program, problem.sinks, problem.dropout and not stats, gradients, scaled)
+        dropout = problem.dropout and not stats
+        return cls(problem.program, problem.sinks, dropout, gradients, scaled, problem.packed)
 
     def __bool__(self) -> bool:
         return self.scaled
@@ -107,9 +110,12 @@ class Options:
 
 def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
     """What the options add to a kernel's table."""
+    packed = (("q_intervals", "in"), ("k_intervals", "in")) if options.packed else ()
     if not options:
-        return ()
-    found = [("first_batch", "word")]
+        return packed
+    found = [*packed, ("first_batch", "word")]
+    if options.packed:
+        found += [("q_places", "in"), ("k_places", "in")]
     for n, arg in enumerate(options.args):
         found += _argument_rows(f"arg{n}", arg)
     if options.sinks:
@@ -146,20 +152,22 @@ def text(options: Options, paired: tuple[int, ...] | None = None) -> str:
     program = options.program
     args = options.args
     parts = [*_constants(options), *_start(args), *_accessors(args)]
-    value = ["return s;"] if program is None else _body(program.value)
+    value = ["return s;"] if program is None else _body(options, program.value)
     parts += _function("Accum value(Accum s, int i, int j)", value)
-    slope = ["return 1;"] if program is None else _body(program.derivative)
+    slope = ["return 1;"] if program is None else _body(options, program.derivative)
     parts += _function("Accum derivative(Accum s, int i, int j)", slope)
     seen = ["return true;"]
     if program is not None and program.visible is not None:
-        seen = _body(program.visible)
+        seen = _body(options, program.visible)
     parts += _function("bool visible(int i, int j)", seen)
     parts += _function("Accum sink()", _sink(options))
     parts += _function("Accum keep_scale()", _keep_scale(options))
-    parts += _function("Dropout dropout()", _dropout(options))
+    kind = "PackedDropout" if options.packed and options.dropout else "Dropout"
+    parts += _function(f"{kind} dropout()", _dropout(options))
     parts += _gradients(options)
     if paired is not None:
-        parts += score_rows.parts(options, paired, SYMBOLS, ELEMENTS, _fetch, _read)
+        symbols = {**SYMBOLS, "b": "at.number"} if options.packed else SYMBOLS
+        parts += score_rows.parts(options, paired, symbols, ELEMENTS, _fetch, _read)
     lines = ["using Accum = AccumOf<Plan::Element>;", "struct Score {"]
     return "\n".join([*lines, *("    " + part for part in parts), "};", ""])
 
@@ -271,10 +279,11 @@ def _keep_scale(options):
 def _dropout(options):
     if not options.dropout:
         return ["return {};"]
+    places = ", p.q_places" if options.packed else ""
     return [
         "const u64* array = static_cast<const u64*>(p.seed_array);",
         "const u64 seed = array == nullptr ? p.seed : *array;",
-        "return {seed, p.keep_limit, u32(p.first_batch) + batch, head};",
+        f"return {{seed, p.keep_limit, u32(p.first_batch) + batch, head{places}}};",
     ]
 
 
@@ -287,8 +296,8 @@ def _gradients(options):
     for gradient in options.gradients:
         n = gradient.number
         number, node, term = options.program.gradients[n]
-        lines += _function(f"Accum term{n}(Accum s, int i, int j)", _body(term))
-        lines += _function(f"i64 entry{n}(int i, int j)", _entry(options.args, number, node))
+        lines += _function(f"Accum term{n}(Accum s, int i, int j)", _body(options, term))
+        lines += _function(f"i64 entry{n}(int i, int j)", _entry(options, number, node))
         lines += _gradient_struct(gradient, number)
     visits = [f"f(Gradient{g.number}{{*this}});" for g in options.gradients]
     head = "template <class F> __device__ __forceinline__ void for_each_gradient(F f) const {"
@@ -332,18 +341,18 @@ def _gradient_struct(gradient, number):
     ]
 
 
-def _entry(args, number, node):
+def _entry(options, number, node):
     """The place of the pair's entry in the argument's own sums; -1: it has none."""
-    arg = args[number]
+    arg = options.args[number]
     if arg.kind == "grid":
         strides = f"p.sums{number}_strides"
         start = f"batch_offset({strides}, p.batch_sizes, batch) + i64(head) * {strides}.head"
         start = f"i64(p.first_entry{number}) + {start}"
         return [f"return {start} + i64(i) * {strides}.row + i64(j) * {strides}.col;"]
-    lines, entry = [], "0"
+    (lines, symbols), entry = _indices(options), "0"
     for axis, index in enumerate(node.operands):
         size = f"p.arg{number}_size{axis}"
-        inner, expression = render(index, SYMBOLS)
+        inner, expression = render(index, symbols)
         lines.append(f"i64 x{axis};")
         lines.append(" ".join(["{", *inner, f"x{axis} = wrapped({expression}, {size});", "}"]))
         lines.append(f"if (x{axis} < 0) return -1;")
@@ -355,6 +364,8 @@ def _entry(args, number, node):
 
 
 SYMBOLS = {"b": "int(p.first_batch + batch)", "h": "int(head)"}
+# Of packed sequences: i and j count through all of them, `at` in their own.
+PACKED_SYMBOLS = {**SYMBOLS, "b": "at.b", "i": "at.i", "j": "at.j"}
 
 
 def depends(node, symbol) -> bool:
@@ -365,6 +376,14 @@ def depends(node, symbol) -> bool:
     )
 
 
-def _body(node):
-    lines, expression = render(node, SYMBOLS)
-    return [*lines, f"return {expression};"]
+def _indices(options):
+    """What a function of i and j begins with, and how it spells the symbols."""
+    if not options.packed:
+        return [], SYMBOLS
+    return ["const PackedIndices at(p.q_places, p.k_places, i, j);"], PACKED_SYMBOLS
+
+
+def _body(options, node):
+    first, symbols = _indices(options)
+    lines, expression = render(node, symbols)
+    return [*first, *lines, f"return {expression};"]

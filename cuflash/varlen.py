@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import edge
+from . import edge, varlen_device
 from .arrays import dtype_name, home_of
-from .checks import check_flag, check_need, check_operand, is_int, show
+from .checks import check_flag, check_operand, is_int, show
 from .options import arrays_of
 
 # Arrays that are given for each pair, row or key: where the sequences lie already says the lengths.
@@ -33,11 +33,13 @@ def attention_varlen(
     Parameters
     ----------
     q : array (Tq, Hq, D)
-        The queries of all sequences. As in `attention`, but on the CPU only.
+        The queries of all sequences.
     k, v : array (Tk, Hkv, D), (Tk, Hkv, Dv)
     cu_seqlens_q : array or sequence of N + 1 int
         Sequence n has the queries from cu_seqlens_q[n] to below cu_seqlens_q[n + 1]; begins with 0
         and never falls. Lengths of 0 are allowed. What lies beyond the last is in no sequence.
+        Offsets on a GPU, of q's library, are not read by the host, and only they can be captured in
+        a CUDA graph: each counts as the largest up to it, and at most as Tq.
     cu_seqlens_k : array or sequence of N + 1 int, optional
         The same of the keys; None means cu_seqlens_q.
     out : array (Tq, Hq, Dv), optional
@@ -58,9 +60,12 @@ def attention_varlen(
     Raises
     ------
     TypeError, ValueError, BufferError
-        As `attention`, and for offsets that do not begin with 0, fall or exceed the arrays.
+        As `attention`, and for offsets on the host that do not begin with 0, fall or exceed the
+        arrays.
     NotImplementedError
-        GPU arrays, and options given for each row or key: bias, mask, lengths, segment ids.
+        Options given for each row or key: bias, mask, lengths, segment ids.
+    ImportError, RuntimeError
+        As `attention`.
 
     Examples
     --------
@@ -69,9 +74,9 @@ def attention_varlen(
     >>> cuflash.attention_varlen(x, x, x, [0, 4, 6], causal=True).shape
     (6, 2, 8)
     """
-    packed = _pack("attention_varlen", q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     return_lse = check_flag("return_lse", return_lse)
-    result, lse = _forward(packed, out)
+    given = ("attention_varlen", q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    _, result, lse = _attend(*given, out, return_lse)
     return (result, lse) if return_lse else result
 
 
@@ -96,17 +101,22 @@ def attention_varlen_vjp(q, k, v, cu_seqlens_q, cu_seqlens_k=None, /, **options)
     """
     return_lse = check_flag("return_lse", options.pop("return_lse", False))
     given = options.pop("out", None)
-    packed = _pack("attention_varlen_vjp", q, k, v, cu_seqlens_q, cu_seqlens_k, options)
-    out, lse = _forward(packed, given)
+    call = ("attention_varlen_vjp", q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    packed, out, lse = _attend(*call, given, True)
 
     def pullback(dout, dlse=None, *, deterministic=True, need=edge.GRADIENTS):
-        check_flag("deterministic", deterministic)
-        return _backward(packed, out, lse, dout, dlse, check_need(need, edge.ALL_GRADIENTS))
+        deterministic = check_flag("deterministic", deterministic)
+        wanted = edge.check_wanted(need, packed.scores)
+        if isinstance(packed, varlen_device.Packed):
+            operands = (out, lse, dout, dlse)
+            return varlen_device.backward(packed, *operands, wanted, deterministic)
+        return _backward(packed, out, lse, dout, dlse, wanted)
 
     return ((out, lse) if return_lse else out), pullback
 
 
-def _pack(function, q, k, v, cu_q, cu_k, options) -> _Packed:
+def _attend(function, q, k, v, cu_q, cu_k, options, given, return_lse):
+    """The call's sequences, out and lse."""
     if "layout" in options:
         raise TypeError(f"{function}() has no layout: q, k and v are (T, H, D)")
     shaping, scores = edge.split_options(function, {**options, "layout": "bshd"})
@@ -114,43 +124,64 @@ def _pack(function, q, k, v, cu_q, cu_k, options) -> _Packed:
         if name in scores:
             raise NotImplementedError(f"{name} with {function}: packed sequences cannot have it")
     items = [("q", q), ("k", k), ("v", v)]
-    home = home_of(items + arrays_of(scores))
-    if home.xp is not np:
-        raise NotImplementedError(f"{function}: GPU arrays cannot have packed sequences yet")
-    arrays = tuple(home.adopt(name, x) for name, x in items)
-    for (name, _), x in zip(items, arrays):
+    name_k = "cu_seqlens_q" if cu_k is None else "cu_seqlens_k"
+    offsets = [("cu_seqlens_q", cu_q), (name_k, cu_q if cu_k is None else cu_k)]
+    arrays = [(name, x) for name, x in offsets if _is_foreign(x)]
+    arrays += [] if given is None else [("out", given)]
+    home = home_of(items + arrays + arrays_of(scores))
+    with home.scope():
+        operands = tuple(home.adopt(name, x) for name, x in items)
+        _check_shapes(operands, shaping)
+        offsets = [(name, home.adopt(name, x) if _is_foreign(x) else x) for name, x in offsets]
+        found = [_offsets(*pair, len(x)) for pair, x in zip(offsets, operands)]
+        if len(found[0]) != len(found[1]):
+            raise ValueError(
+                f"cu_seqlens_k has {len(found[1])} offsets, but it must have cu_seqlens_q's, "
+                f"{len(found[0])}"
+            )
+        if home.xp is np:
+            spans = [[slice(*pair) for pair in zip(x[:-1], x[1:])] for x in found]
+            packed = _Packed(home, operands, list(zip(*spans)), shaping, scores)
+            return packed, *_forward(packed, given)
+        packed = varlen_device.pack(home, (q, k, v), operands, found, shaping, scores)
+        result = varlen_device.forward(home, packed, given, return_lse)
+        return packed, *(result if return_lse else (result, None))
+
+
+def _is_foreign(x) -> bool:
+    """Whether offsets are an array that a home adopts."""
+    return hasattr(x, "__dlpack__") and not isinstance(x, (np.ndarray, np.generic))
+
+
+def _check_shapes(operands, shaping):
+    for name, x in zip("qkv", operands):
         if x.ndim != 3:
             raise ValueError(f"{name}: its shape is {x.shape}, but it must be (T, H, D)")
-    edge.resolve(*arrays, shaping)  # every complaint about q, k and v, even with no sequence
-    rows = _spans("cu_seqlens_q", cu_q, len(arrays[0]))
-    name = "cu_seqlens_q" if cu_k is None else "cu_seqlens_k"
-    keys = _spans(name, cu_q if cu_k is None else cu_k, len(arrays[1]))
-    if len(rows) != len(keys):
-        raise ValueError(
-            f"cu_seqlens_k has {len(keys) + 1} offsets, but it must have cu_seqlens_q's, "
-            f"{len(rows) + 1}"
-        )
-    return _Packed(home, arrays, list(zip(rows, keys)), shaping, scores)
+    edge.resolve(*operands, shaping)  # every complaint about q, k and v, even with no sequence
 
 
-def _spans(name, offsets, total):
-    """The slices between offsets."""
+def _offsets(name, offsets, total):
+    """Checked: a NumPy array, or as it is where only the device knows what it holds."""
     rule = "it must be whole numbers, one more than there are sequences"
     if isinstance(offsets, (list, tuple)):
         if not all(map(is_int, offsets)):
             raise TypeError(f"{name}={show(offsets)}: {rule}")
         offsets = np.array(offsets, np.int64)
-    if not isinstance(offsets, np.ndarray) or offsets.dtype.kind not in "iu":
-        raise TypeError(f"{name}={show(offsets)}: {rule}")
+    on_device = not isinstance(offsets, np.ndarray) and hasattr(offsets, "__dlpack__")
+    if not (on_device or isinstance(offsets, np.ndarray)) or offsets.dtype.kind not in "iu":
+        shown = f" is {offsets.dtype}" if on_device else f"={show(offsets)}"
+        raise TypeError(f"{name}{shown}: {rule}")
     if offsets.ndim != 1 or not len(offsets):
         raise ValueError(f"{name}: its shape is {offsets.shape}; {rule}")
-    offsets = [int(n) for n in offsets]
-    if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > total:
+    if on_device:
+        return offsets
+    numbers = [int(n) for n in offsets]
+    if numbers[0] != 0 or sorted(numbers) != numbers or numbers[-1] > total:
         raise ValueError(
-            f"{name}={show(offsets)}: offsets must begin with 0, never fall, and end at or before "
+            f"{name}={show(numbers)}: offsets must begin with 0, never fall, and end at or before "
             f"{total}, the array's length"
         )
-    return [slice(*pair) for pair in zip(offsets, offsets[1:])]
+    return offsets
 
 
 def _room(packed, out):

@@ -8,7 +8,7 @@
 // Whether keys of the sequence may be hidden from a query.
 inline constexpr bool kHidden = Plan::kBand || Score::kHides;
 
-using Sees = Visible<Mask<Plan::kBand>, Score>;
+using Sees = Visible<MaskFor<Plan::kBand>, Score>;
 using Bits = FragmentBits<Scores::kRowTiles, Scores::kColTiles>;
 static_assert(Score::kProgram || (!Score::kDropout && !Score::kSinks),
               "weights and dS then know of neither");
@@ -22,11 +22,11 @@ struct Kept {
 };
 
 struct BackwardScores : BackwardBlock {
-    const Mask<Plan::kBand> mask;
+    const MaskFor<Plan::kBand> mask;
 
     __device__ __forceinline__ BackwardScores(const Params& params, BlockWork w, u32 smem_base)
         : BackwardBlock(params, w, smem_base),
-          mask{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k} {}
+          mask(mask_of(p)) {}
 
     __device__ __forceinline__ int slice() const { return Plan::kSlices == 1 ? 0 : work().slice; }
     // Of the current head.

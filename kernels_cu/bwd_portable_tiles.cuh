@@ -7,7 +7,7 @@
 // staged over k and v. With kDirect there is no room for k, v, q and dout: they are read from
 // global memory (tile/direct_tile.cuh).
 #pragma once
-#include "attn/band.cuh"
+#include "attn/range.cuh"
 #include "attn/turn.cuh"
 #include "attn/work.cuh"
 #include "tile/copy.cuh"
@@ -98,8 +98,7 @@ struct BackwardBlock {
                 before * p.dout_strides.head);
             const int first_key = w.block * Plan::kBlockN;
             const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
-            BlockRange queries = band_range<Plan::kBand>(first_key, last_key, -p.band_hi,
-                                                         -p.band_lo, Plan::kBlockM, p.seqlen_q);
+            BlockRange queries = query_blocks(p, first_key, last_key);
             // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step
             // of the last block is masked.
             if (first_key + Plan::kBlockN > p.seqlen_k)

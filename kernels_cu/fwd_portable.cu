@@ -28,9 +28,9 @@
 // With kStats the kernel writes, in place of out, the row's maximum and sum (attn/stats.cuh) for
 // the rows whose lse is so large that float rounding of it would spoil exp(s - lse) in backward;
 // blocks without such a row end at once.
-#include "attn/band.cuh"
 #include "attn/dropout.cuh"
 #include "attn/mask.cuh"
+#include "attn/range.cuh"
 #include "attn/score.cuh"
 #include "attn/stats.cuh"
 #include "attn/softmax.cuh"
@@ -80,13 +80,13 @@ static_assert(kTileBytes + kSharedValues * 16 == Plan::kSmemBytes, "plan.py's su
 using BlockWork = Work<Plan::kSlices>;
 using Scores = Fragment<Accum, kRowTiles, Plan::kBlockN / 8>;
 using Output = Fragment<Accum, kRowTiles, Plan::kHeadDimV / 8>;
-using Sees = Visible<Mask<Plan::kBand>, Score>;
+using Sees = Visible<MaskFor<Plan::kBand>, Score>;
 
 struct Forward {
     const Params& p;
     const u32 smem;
     const int warp_row;
-    const Mask<Plan::kBand> mask;
+    const MaskFor<Plan::kBand> mask;
     const Accum scale_log2;
     Softmax<Accum, kRowTiles> softmax;
     bool dirty = false;  // v held inf or NaN in a masked block, which were replaced by zero
@@ -95,7 +95,7 @@ struct Forward {
         : p(params),
           smem(smem_base),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
-          mask{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k},
+          mask(mask_of(p)),
           scale_log2(Accum(p.scale_log2)) {
         softmax.init();
         if (threadIdx.x == 0) {
@@ -106,8 +106,7 @@ struct Forward {
                 head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
             const int first_row = w.block * Plan::kBlockM;
             const int last_row = min_of(first_row + Plan::kBlockM, p.seqlen_q) - 1;
-            range().set(band_range<Plan::kBand>(first_row, last_row, p.band_lo, p.band_hi,
-                                                Plan::kBlockN, p.seqlen_k));
+            range().set(key_blocks(p, first_row, last_row));
         }
         __syncthreads();
     }

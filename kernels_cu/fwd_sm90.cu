@@ -162,14 +162,14 @@ struct Consumer {
         if constexpr (!Score::kChanges) apply_scale_sign<Plan::kScaleSign>(s);
         options.apply(p, s, n_block * Plan::kBlockN);
         if constexpr (!kMasked) return;
-        const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        const auto visible = mask_of(p);
         const int row = piece().first_row + 16 * warp, col = n_block * Plan::kBlockN;
         const auto hide = [&](auto seen) {
             s.for_each(row, col, [&](float& x, int i, int j) {
                 x = seen(i, j) ? x : -infinity<float>();
             });
         };
-        if (Plan::kBand && col < row + 15 + p.band_lo)
+        if (Plan::kBand && col < first_key(p, row + 15))
             hide(visible);
         else
             hide([&](int i, int j) { return visible.below_last(i, j); });
@@ -271,8 +271,7 @@ struct Consumer {
         // Full blocks count on references: before them each row must have seen a key.
         if constexpr (Plan::kBand && Plan::kLate) {
             const int first = Piece::existing(piece.first_row + (Plan::kSkip ? row : 0));
-            own.full_end =
-                min_of(own.full_end, min_of(first + p.band_hi, p.seqlen_k - 1) / Plan::kBlockN);
+            own.full_end = min_of(own.full_end, last_key(p, first) / Plan::kBlockN);
         }
         return own;
     }
@@ -297,8 +296,8 @@ struct Consumer {
                                  .from_column(64 * panel);
         rows.dim = min_of(rows.dim, 64);
         const BlockRange range = pieces.keys();
-        const Visible<Mask<Plan::kBand>, Score> visible{
-            {p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k}, {p, piece.batch, piece.head}};
+        const Visible<MaskFor<Plan::kBand>, Score> visible{mask_of(p),
+                                                           {p, piece.batch, piece.head}};
         restore_nonfinite(tile, piece.first_row + 16 * warp, rows, range.begin * Plan::kBlockN,
                           range.end * Plan::kBlockN, visible);
     }

@@ -1,8 +1,8 @@
 // What surrounds the consumers of fwd_sm90.cu: shared memory, pieces of work, and the warps that
 // hand them out, load them and look through their values.
 #pragma once
-#include "attn/band.cuh"
 #include "attn/mask.cuh"
+#include "attn/range.cuh"
 #include "attn/work.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -65,8 +65,7 @@ struct Piece {
     __device__ __forceinline__ BlockRange keys(const Params& p, int row = 0,
                                                int rows = Plan::kBlockM) const {
         const int first = first_row + row, last = min_of(first + rows, p.seqlen_q) - 1;
-        return band_range<Plan::kBand>(existing(first), last, p.band_lo, p.band_hi, Plan::kBlockN,
-                                       p.seqlen_k);
+        return key_blocks(p, existing(first), Plan::kIntervals ? existing(last) : last);
     }
     static __device__ __forceinline__ int existing(int row) {
         return Plan::kBand ? max_of(row, 0) : row;

@@ -42,7 +42,7 @@ ARCHITECTURES = tuple(families._SMEM_KIB)
 SAMPLED_ARCHITECTURES = (75, 80, 86, 90, 120)
 DTYPES = tuple(CPP_TYPES)
 DIMS = ((64, 64), (128, 128), (256, 256), (40, 72), (17, 130), (192, 128))
-MASKS = ("band", "tail", "whole")
+MASKS = ("band", "tail", "whole", "packed")
 NEEDS = ("all", "q", "kv")  # gradients of backward
 
 # Where tiles of the wide types exceed the shared memory, so that inputs are read where they lie.
@@ -67,9 +67,11 @@ class Point:
         length = LENGTHS[self.mask == "tail"]
         band = Band(-length, 0) if self.mask == "band" else None
         head_dim, head_dim_v = self.dims
+        sequences = 3 if self.mask == "packed" else None
         return Problem(
-            self.dtype, (1,), 4, 2, length, length, head_dim, head_dim_v, head_dim**-0.5, band
-        )
+            self.dtype, (1,), 4, 2, length, length, head_dim, head_dim_v, head_dim**-0.5, band,
+            sequences,
+        )  # fmt: skip
 
     def plan(self, problem: Problem | None = None, gradients: bool = False) -> Plan:
         """With ``gradients`` those of every array of the problem's program."""
@@ -279,7 +281,7 @@ def test_hopper_kernels_build_clean(nvrtc, request):
     """
     pairs = itertools.product(DIMS, MASKS)
     points = [
-        Point(90, ("float16", "bfloat16")[(n + n // 3) % 2], dims, mask, 16, "hopper")
+        Point(90, ("float16", "bfloat16")[(n + n // len(MASKS)) % 2], dims, mask, 16, "hopper")
         for n, (dims, mask) in enumerate(pairs)
     ]
     if request.config.getoption("--full-gate"):

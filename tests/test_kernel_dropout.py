@@ -23,8 +23,11 @@ PRELUDE = r"""
 #include <vector>
 #define __device__
 #define __forceinline__ inline
-struct Place { int x; };
-thread_local Place threadIdx;
+struct Lane { int x; };
+struct int2 { int x, y; };
+struct int4 { int x, y, z, w; };
+template <class X> X load_constant(const X* address) { return *address; }
+thread_local Lane threadIdx;
 inline constexpr unsigned kFullWarp = ~0u;
 
 // What the lanes of a warp exchange: all write, all read, in step.
@@ -50,7 +53,8 @@ unsigned __shfl_sync(unsigned, unsigned x, int lane) {
 """
 
 PROGRAM = r"""
-template <int kRows, int kCols, bool kTransposed> void show(Dropout dropout, int row, int col) {
+template <int kRows, int kCols, bool kTransposed, class Dropout>
+void show(Dropout dropout, int row, int col) {
     std::vector<int> kept(16 * kRows * 8 * kCols);
     std::vector<std::thread> lanes;
     for (int lane = 0; lane < 32; ++lane)
@@ -80,6 +84,12 @@ int main() {
     show<2, 6, true>(some, 64, 40);
     show<1, 4, true>(some, 64, 40);
     show<1, 2, true>(all, 64, 40);
+    std::vector<int4> places(512, int4{0, 0, 0, 0});
+    for (int i = 45; i < 512; ++i) places[i] = {2, 45, 71, 0};
+    const PackedDropout packed{SEED, 192, 3, 5, places.data()};
+    show<2, 6, false>(packed, 40, 64);
+    show<2, 6, true>(packed, 64, 40);
+    show<1, 2, true>(PackedDropout{SEED, 256, 3, 5, places.data()}, 64, 40);
 }
 """
 SEED = 0x0123456789ABCDEF
@@ -132,5 +142,19 @@ def test_every_layout_keeps_the_same(lines, line, rows, cols, transposed):
     assert 0.6 < found.mean() < 0.9
 
 
+@pytest.mark.parametrize("line, transposed", [(7, False), (8, True)])
+def test_packed_sequences_count_in_their_own(lines, line, transposed):
+    found = np.array([x == "1" for x in lines[line]]).reshape(32, 48)
+    found = found.T if transposed else found
+    checked = 0
+    for i in range(40, 40 + found.shape[0]):
+        number, q_start, k_start = (2, 45, 71) if i >= 45 else (0, 0, 0)
+        for j in range(max(64, k_start), 64 + found.shape[1]):
+            want = is_kept(i - q_start, j - k_start, batch=3 + number)
+            assert found[i - 40, j - 64] == want, (i, j)
+            checked += 1
+    assert checked > 1000
+
+
 def test_nothing_is_dropped_where_the_rounded_probability_is_1(lines):
-    assert lines[6] == "1" * 256
+    assert lines[6] == lines[9] == "1" * 256

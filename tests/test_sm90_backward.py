@@ -16,7 +16,8 @@ HOPPER = device_of(90)
 BASE = Problem("bfloat16", (2,), 4, 2, 512, 768, 64, 64, 0.125, None)
 DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (40, 72), (16, 136))
 # Visible elements, and whether sequences end inside a block.
-FORMS = {"whole": {}, "tail": {"seqlen_q": 500}, "band": {"band": Band(-512, 200)}}
+FORMS = {"whole": {}, "tail": {"seqlen_q": 500}, "band": {"band": Band(-512, 200)},
+         "packed": {"sequences": 3}}  # fmt: skip
 
 
 def plan_of(problem, need_dq=True, need_dkv=True, deterministic=True, tile=None):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_cases import PackedCase, check, draw, run
+from running import same_bits
 
 import cuflash
 from cuflash import reference
@@ -102,3 +106,58 @@ def test_bad_arguments():
         cuflash.attention_varlen(x, x, x, [0, 8], [0, 4, 8])
     with pytest.raises(TypeError, match="unexpected keyword"):
         cuflash.attention_varlen(x, x, x, [0, 8], caused=True)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_packed_call(home, seed):
+    check(home, draw(seed, longest=700 if home.is_gpu else 60))
+
+
+# One long and many short sequences, keys without queries and queries without keys, each as long as
+# several blocks; and every kernel of Hopper.
+@pytest.mark.parametrize("options", [
+    {}, dict(causal=True), dict(causal="top_left"), dict(window=(70, 20)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_long_and_short(home, dims, options):
+    scale = 8 if home.is_gpu else 1
+    lengths_q = (3, 0, 90 * scale, 1, 60 * scale, 16, 0, 2)
+    lengths_k = (5, 70 * scale, 90 * scale, 1, 0, 16, 2, 90)
+    for dtype in ("float16", "bfloat16", "float32") if home.is_gpu else ("float32",):
+        case = PackedCase(lengths_q, lengths_k, (40, 300), (4, 2), dims, dtype, options)
+        found = check(home, case)
+        same_bits(*zip(found.values(), run(home, case).values()))
+
+
+def test_offsets_that_only_the_device_knows_are_made_safe(gpu):
+    rng = np.random.default_rng(0)
+    q, k, v = (gpu.to_home(rng.standard_normal((50, 2, 64)).astype("float16")) for _ in "qkv")
+    wild, safe = (gpu.to_home(np.array(x)) for x in ([7, -5, 30, 20, 10**9], [0, 0, 30, 30, 50]))
+    for causal in (False, True):
+        results = []
+        for cu in (wild, safe):
+            out, pull = cuflash.attention_varlen_vjp(q, k, v, cu, causal=causal)
+            results.append([gpu.asnumpy(x) for x in (out, *pull(out))])
+        same_bits(*zip(*results))
+
+
+def test_a_graph_takes_new_offsets(gpu):
+    xp = gpu.xp
+    x = gpu.to_home(np.random.default_rng(0).standard_normal((300, 2, 64)).astype("float16"))
+    cu, out = gpu.to_home(np.array([0, 100, 300], np.int32)), xp.empty_like(x)
+    cuflash.attention_varlen(x, x, x, cu, causal=True, out=out)  # compiles
+    stream = xp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cuflash.attention_varlen(x, x, x, cu, causal=True, out=out)
+        graph = stream.end_capture()
+    gpu.synchronize()
+    for offsets in ([0, 100, 300], [0, 7, 280]):
+        cu[...] = xp.asarray(np.array(offsets, np.int32))
+        gpu.synchronize()
+        out.fill(float("nan"))
+        gpu.synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        want = cuflash.attention_varlen(x, x, x, offsets, causal=True)
+        same_bits((gpu.asnumpy(out), gpu.asnumpy(want)))

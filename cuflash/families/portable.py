@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import score_text
 from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
-from ..score_text import Options
+from ..score_text import ELEMENTS, Options
 
 NAME = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -143,7 +143,7 @@ def _sliced(head_dim: int, tile: Tile) -> int:
 
 def _forward_tiles(problem, device, access, options):
     """The table that holds for a call."""
-    conditions = (problem.band is not None, access.load_bytes == 0)
+    conditions = (problem.bounded, access.load_bytes == 0)
     recent = device.capability >= 100
     lean = all(conditions) or (recent and any(conditions))
     return {
@@ -237,9 +237,10 @@ def _common(problem, tile):
         ("Element", CPP_TYPES[problem.dtype]),
         ("kTf32", problem.precision == "tf32"),
         ("kScaleSign", sign),
-        ("kBand", problem.band is not None),
+        ("kBand", problem.bounded),
+        ("kIntervals", problem.packed),
         # Whether a sequence ends inside a block; with a band the masked bodies see to that.
-        ("kTail", problem.band is None and tail),
+        ("kTail", not problem.bounded and tail),
     ]
 
 
@@ -379,6 +380,17 @@ def row_norm_plan(dtype: str) -> Plan:
     """The plan of row_norm.cu."""
     constants = (("Element", CPP_TYPES[dtype]), ("kWarps", 4), ("kBlockRows", 64))
     return Plan("row_norm", "row_norm", 128, 0, constants)
+
+
+def offsets_plan(dtype: str) -> Plan:
+    """The plan of offsets.cu."""
+    return Plan("offsets", "offsets", 1024, 0, (("Offset", ELEMENTS[dtype]), ("kThreads", 1024)))
+
+
+def intervals_plan() -> Plan:
+    """The plan of intervals.cu."""
+    constants = (("kThreads", 256),)
+    return Plan("intervals", "intervals", 256, 0, constants)
 
 
 def combine_plan(dtype: str) -> Plan:

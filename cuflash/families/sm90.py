@@ -61,6 +61,7 @@ SCORE_TILES = (
 )
 SCORE_REGISTERS = 16  # of a consumer, to compute with
 BAND_REGISTERS = 16  # which has loops for masked and for full blocks
+PACKED_REGISTERS = 8  # intervals of two queries, on top of those
 LONG_REGISTERS = 48  # where a pair takes many instructions
 LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
 SMEM = 227 * 1024
@@ -106,12 +107,15 @@ def forward_tile(problem, paired=()) -> Tile:
         row for (dim, dim_v), row in FORWARD_TILES.items()
         if problem.head_dim <= dim and problem.head_dim_v <= dim_v
     )
-    tiles = next(rows)[problem.band is None]
+    tiles = next(rows)[not problem.bounded]
     seen = problem.seqlen_k
-    if problem.band is not None:
+    if problem.packed:  # their mean length
+        seen = -(-seen // max(1, problem.sequences))
+    elif problem.band is not None:
         seen = min(seen, problem.band.hi - problem.band.lo + 1)
     tile = tiles[min(keys for keys in tiles if seen <= keys)]
-    # Blocks at both ends of a window are masked, and values in them would be looked through.
+    # Blocks at both ends of a window, or of a sequence, are masked, and values in them would be
+    # looked through.
     return replace(tile, lazy=True) if seen < problem.seqlen_k else tile
 
 
@@ -127,7 +131,9 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
     if options:
         others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
         others += SCORE_REGISTERS + score_rows.query_registers(options)
-        others += BAND_REGISTERS * (problem.band is not None)
+        others += BAND_REGISTERS * problem.bounded
+        # One warpgroup alone has all that a thread can name, and nothing to spare.
+        others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
         others += LONG_REGISTERS * score_rows.is_long(options)
     return accumulators + others <= REGISTERS[tile.block_m // 64][1]
 
@@ -179,8 +185,9 @@ def forward_plan(
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kScaleSign", sign),
-        ("kBand", problem.band is not None),
-        ("kTail", problem.band is None and problem.seqlen_k % tile.block_n != 0),
+        ("kBand", problem.bounded),
+        ("kIntervals", problem.packed),
+        ("kTail", not problem.bounded and problem.seqlen_k % tile.block_n != 0),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
@@ -192,8 +199,8 @@ def forward_plan(
         ("kFused", tile.fused),
         ("kLate", tile.late),
         ("kTurns", tile.turns),
-        ("kLazy", tile.lazy and (problem.band is not None or hides(problem))),
-        ("kSkip", tile.skip and problem.band is not None),
+        ("kLazy", tile.lazy and (problem.bounded or hides(problem))),
+        ("kSkip", tile.skip and problem.bounded),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),
         ("kSmemBytes", smem),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import score_text
 from ..plan import CPP_TYPES, Plan, round_up
+from ..score_text import Options
 from . import sm90
 from .sm90 import NAME
 
@@ -148,8 +150,9 @@ def backward_plan(
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kScaleSign", (problem.scale > 0) - (problem.scale < 0)),
-        ("kBand", problem.band is not None),
-        ("kTail", problem.band is None and tail),
+        ("kBand", problem.bounded),
+        ("kIntervals", problem.packed),
+        ("kTail", not problem.bounded and tail),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
@@ -166,7 +169,8 @@ def backward_plan(
         ("kReducers", reducers),
         ("kDqBuffers", dq_buffers),
         ("kDpEarly", tile.dp_early),
-        ("kStoreFirst", ordered and tile.store_first),
+        # cast.cu finds the blocks that nobody adds to by a band only.
+        ("kStoreFirst", ordered and tile.store_first and not problem.packed),
         ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kConsumerRegisters", CONSUMER_REGISTERS),
         ("kSmemBytes", smem),
@@ -179,4 +183,5 @@ def backward_plan(
         (head_dim if tile.block_m == 128 else 64, False, True),
     )
     kernel = "bwd_sm90_wide" if tile.wide else "bwd_sm90"
-    return Plan(kernel, "backward_sm90", THREADS, smem, constants, products)
+    operands = score_text.rows(Options.of(problem), forward=False)
+    return Plan(kernel, "backward_sm90", THREADS, smem, constants, products, operands=operands)

@@ -42,7 +42,7 @@ struct Consumer {
         return __any_sync(kFullWarp, any);
     }
     __device__ __forceinline__ void hide(Scores& s, int m) const {
-        const Mask<Plan::kBand> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        const auto visible = mask_of(p);
         s.for_each(opaque(first_key + warp_row()), opaque(m * Plan::kBlockM),
                    [&](float& x, int j, int i) { x = visible.transposed(j, i) ? x : 0.f; });
     }
@@ -168,7 +168,7 @@ struct Consumer {
     __device__ __forceinline__ void restore_keys(const Tile& tile, const void* array,
                                                  const Strides& strides, i32 dim) const {
         const BlockRange range = smem.range().get();
-        const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        const auto visible = mask_of<true>(p);
         for (u32 head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
             const Rows<const T> rows(
                 head_start<const T>(array, strides, p.batch_sizes, work.batch, head), strides,
@@ -183,7 +183,7 @@ struct Consumer {
     // the first addition may be a write, which this block's own turn comes after.
     __device__ __forceinline__ void restore_queries() const {
         const BlockRange range = smem.range().get();
-        const Mask<true> visible{p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        const auto visible = mask_of<true>(p);
         const Rows<const T> keys(
             head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
             p.k_strides, p.seqlen_k, p.head_dim);

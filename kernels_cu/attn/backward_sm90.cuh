@@ -35,8 +35,8 @@
 #include "../ptx/wgmma.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
-#include "band.cuh"
 #include "mask.cuh"
+#include "range.cuh"
 #include "score.cuh"
 #include "stats.cuh"
 #include "turn.cuh"
@@ -181,8 +181,7 @@ __device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
 __device__ __forceinline__ BlockRange queries_of(const Params& p, const Work<1>& w) {
     const int first_key = w.block * Plan::kBlockN;
     const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
-    BlockRange range = band_range<Plan::kBand>(first_key, last_key, -p.band_hi, -p.band_lo,
-                                               Plan::kBlockM, p.seqlen_q);
+    BlockRange range = query_blocks(p, first_key, last_key);
     // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step of the
     // last block is masked.
     if (first_key + Plan::kBlockN > p.seqlen_k) range.full_begin = range.full_end = range.end;
@@ -220,9 +219,7 @@ __device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, int m)
     if constexpr (Plan::kBand) {
         const int first = m * Plan::kBlockM;
         const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
-        const BlockRange keys =
-            band_range<true>(first, last, p.band_lo, p.band_hi, Plan::kBlockN, p.seqlen_k);
-        return u32(keys.end - 1 - w.block);
+        return u32(key_blocks_end(p, first, last) - 1 - w.block);
     } else {
         const Place place(p, w);
         return u32(w.block) - place.place + place.turn(p, m);

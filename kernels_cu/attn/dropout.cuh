@@ -3,14 +3,19 @@
 #pragma once
 #include "../ptx/misc.cuh"
 #include "../tile/bits.cuh"
+#include "interval.cuh"
 #include "philox.cuh"
 
 // One call of Philox serves sixteen keys with a byte each. Lanes that hold parts of the same
 // sixteen share their calls: each makes one and passes on which bytes are below the limit.
-struct Dropout {
+//
+// kPacked: rows of packed sequences. A query's sequence is the batch, i and j count in it, and
+// sixteen keys from a multiple of 16 on are parts of two such groups.
+template <bool kPacked> struct DropoutOf {
     u64 seed;
     u32 limit;  // 1 .. 256; a weight is kept when its byte is below: keep = limit / 256
     u32 batch, head;
+    const void* q_places;  // only where kPacked
 
     // Bit n: whether key 16 * group + n is kept for query i.
     __device__ __forceinline__ u32 sixteen(u32 group, u32 i) const {
@@ -20,6 +25,20 @@ struct Dropout {
 #pragma unroll
         for (int n = 0; n < 4; ++n) kept |= bytes_below(bytes[n], limit) << 4 * n;
         return limit < 256 ? kept : 0xffffu;
+    }
+    // Bit n: whether key first_j + 16 * more + n is kept for query i. first_j: a multiple of 16.
+    __device__ __forceinline__ u32 sixteen_of(int first_j, int more, u32 i) const {
+        if constexpr (!kPacked) {
+            return sixteen(u32(first_j) / 16 + more, i);
+        } else {
+            const Sequence sequence = sequence_at(q_places, int(i));
+            const int j = first_j + 16 * more - sequence.k_start;
+            const DropoutOf<false> own{seed, limit, batch + u32(sequence.number), head};
+            const u32 group = u32(floor_div(j, 16)), row = i - u32(sequence.q_start);
+            u32 kept = own.sixteen(group, row);
+            if (j % 16 != 0) kept |= own.sixteen(group + 1, row) << 16;
+            return kept >> (j & 15) & 0xffffu;
+        }
     }
 
     // For scores with queries as rows: a quad shares its rows, sixteen keys are two column tiles.
@@ -34,8 +53,8 @@ struct Dropout {
 #pragma unroll
             for (int first = 0; first < kCalls; first += 4) {
                 const int own = first + t;
-                const u32 mine = sixteen(u32(first_j) / 16 + own / 2,
-                                         u32(first_i + 16 * m + g + 8 * (own % 2)));
+                const u32 mine =
+                    sixteen_of(first_j, own / 2, u32(first_i + 16 * m + g + 8 * (own % 2)));
 #pragma unroll
                 for (int other = 0; other < min_of(4, kCalls - first); ++other) {
                     const int call = first + other, n = call / 2 * 2, r = call % 2 * 2;
@@ -57,8 +76,8 @@ struct Dropout {
 #pragma unroll
             for (int first = 0; first < kCalls; first += 8) {
                 const int own = first + g;
-                const u32 mine = sixteen(u32(first_j) / 16 + m,
-                                         u32(first_i + 8 * (own / 2) + 2 * t + own % 2));
+                const u32 mine =
+                    sixteen_of(first_j, m, u32(first_i + 8 * (own / 2) + 2 * t + own % 2));
 #pragma unroll
                 for (int other = 0; other < min_of(8, kCalls - first); ++other) {
                     const int call = first + other;
@@ -69,3 +88,5 @@ struct Dropout {
             }
     }
 };
+using Dropout = DropoutOf<false>;
+using PackedDropout = DropoutOf<true>;

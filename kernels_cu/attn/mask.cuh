@@ -5,6 +5,7 @@
 #include "../ptx/misc.cuh"
 #include "../tile/rows.cuh"
 #include "../types.cuh"
+#include "interval.cuh"
 
 template <bool kBand> struct Mask {
     int lo, hi;  // the band, as in attn/band.cuh
@@ -27,6 +28,35 @@ template <bool kBand> struct Mask {
         return i >= first && i <= last;
     }
 };
+
+// The same where each row has an interval of its own (attn/interval.cuh), empty beyond the end.
+struct IntervalMask {
+    const void *queries, *keys;
+    int seqlen_q, seqlen_k;
+
+    __device__ __forceinline__ bool operator()(int i, int j) const {
+        const Interval seen = interval_at(queries, i);
+        return j >= seen.first && j <= seen.last;
+    }
+    __device__ __forceinline__ bool below_last(int i, int j) const {
+        return j <= interval_at(queries, i).last;
+    }
+    __device__ __forceinline__ bool transposed(int j, int i) const {
+        const Interval seen = interval_at(keys, j);
+        return i >= seen.first && i <= seen.last;
+    }
+};
+
+// The plan's mask. kBand: as the plan has it, or true where the code runs with a band only.
+template <bool kBand>
+using MaskFor = typename Select<Plan::kIntervals, IntervalMask, Mask<kBand>>::type;
+template <bool kBand = Plan::kBand, class Params>
+__device__ __forceinline__ MaskFor<kBand> mask_of(const Params& p) {
+    if constexpr (Plan::kIntervals)
+        return {p.q_intervals, p.k_intervals, p.seqlen_q, p.seqlen_k};
+    else
+        return {p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+}
 
 // After products whose right operands had inf and NaN replaced by zero, since 0 * NaN is NaN and
 // hidden elements must add nothing: gives them back to the elements that see them. Once more does

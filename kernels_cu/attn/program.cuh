@@ -15,6 +15,7 @@
 #include "../ptx/misc.cuh"
 #include "../tile/rows.cuh"
 #include "dropout.cuh"
+#include "interval.cuh"
 #include "score_keys.cuh"
 #include "score_gradients.cuh"
 
@@ -72,6 +73,17 @@ __device__ __forceinline__ double abs_of(double x) { return fabs(x); }
 template <class A> __device__ __forceinline__ A sign_of(A x) {
     return x > A(0) ? A(1) : x < A(0) ? A(-1) : x;
 }
+
+// What a score function sees of a pair of packed sequences (attn/interval.cuh): the number of the
+// query's sequence, and both places counted in their own. Only pairs of one sequence count.
+struct PackedIndices {
+    int b, i, j;
+    __device__ __forceinline__ PackedIndices(const void* q_places, const void* k_places, int query,
+                                             int key) {
+        const Sequence of_query = sequence_at(q_places, query), of_key = sequence_at(k_places, key);
+        b = of_query.number, i = query - of_query.q_start, j = key - of_key.k_start;
+    }
+};
 
 // Elements of the caller's arrays as scores compute with them.
 template <class Accum> __device__ __forceinline__ Accum read(f16 x) { return to_float(x); }

@@ -3,6 +3,7 @@
 // what is left. struct Score then has, beside what program.cuh says (cuflash/score_rows.py),
 //
 //     Query, query(i)      what a query's pairs share
+//     first_key(query)     where its keys are counted from: its sequence, if several are packed
 //     Ahead, read_ahead()  elements of a block of keys, in registers before they are needed
 //     Elements, elements() those of a pair
 //     value, visible       of a pair; value<kNear>: no argument of tanh exceeds kNearTanh
@@ -26,7 +27,7 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     using Scores = Fragment<float, 1, kColTiles>;
     using Query = typename Score::Query;
     Query queries[2];
-    Dropout dropout;
+    decltype(static_cast<const Score*>(nullptr)->dropout()) dropout;
     int first_row;
     // Of the block of keys in hand.
     typename Score::template Ahead<kColTiles> ahead;
@@ -68,7 +69,8 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
             if (n > 0 && n % 2 == 0) first += after(p, s.x[0][n - 1][3]);
 #pragma unroll
             for (int r = 0; r < 4; ++r)
-                f(s.x[0][n][r], queries[r / 2], r / 2, n, r % 2, Key{first, 8 * n + r % 2});
+                f(s.x[0][n][r], queries[r / 2], r / 2, n, r % 2,
+                  Key{first - Score::first_key(queries[r / 2]), 8 * n + r % 2});
         }
     }
     template <bool kNear>

@@ -33,6 +33,25 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
 __device__ __forceinline__ void store_shared(u32 address, u32 x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
+// From memory that no kernel writes meanwhile. Without `volatile`: equal reads are one, and those that
+// nobody needs are none. PTX ISA 9.7.9.9 (ld.global.nc).
+__device__ __forceinline__ int load_constant(const int* address) {
+    int x;
+    asm("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(address));
+    return x;
+}
+__device__ __forceinline__ int2 load_constant(const int2* address) {
+    int2 x;
+    asm("ld.global.nc.v2.s32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(address));
+    return x;
+}
+__device__ __forceinline__ int4 load_constant(const int4* address) {
+    int4 x;
+    asm("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+        : "l"(address));
+    return x;
+}
 // 16 bytes at once, said so: a struct's assignment may be taken apart into its members. PTX ISA
 // 9.7.9.12 (st).
 __device__ __forceinline__ void store_global_v4(void* address, uint4 x) {
