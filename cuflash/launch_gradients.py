@@ -217,8 +217,10 @@ def sink_gradient(sinks, lse, delta):
     lse, delta : cupy.ndarray (*batch, Hq, L)
     """
     sinks = sinks[..., None]
-    p = cupy.where(lse == sinks, 1.0, cupy.exp(sinks - lse))
-    p = cupy.where(lse == -np.inf, 0.0, p)  # of a row without a key, of which the sink is no part
+    whole = lse == sinks  # p is 1, of infinities too, which have no difference
+    gap = cupy.where(whole, 0.0, sinks) - cupy.where(whole, 0.0, lse)
+    # A row without a key has an lse of -inf only where the sink is -inf, too: no part of it.
+    p = cupy.where(lse == -np.inf, 0.0, cupy.exp(gap))
     return -(p * delta).sum(axis=-1)
 
 
