@@ -237,14 +237,16 @@ def compare(name, got, want, plain, bound, dtype, axes, strict=False):
         )
 
 
-def check_forward(oracle, out, lse, strict=False):
-    """out and lse (NumPy, the call's layout and dtypes) against the oracle."""
+def check_forward(oracle, out, lse, strict=False, bounds=None):
+    """out and lse (NumPy, the call's layout and dtypes) against the oracle. ``bounds``: of both, in
+    place of the oracle's.
+    """
     case = oracle.case
     assert out.dtype == np_dtype(case.dtype)
     assert lse.dtype == ("float64" if case.dtype == "float64" else "float32")
     want_out, want_lse = oracle.forward
     plain_out, plain_lse = oracle.plain_forward
-    bound_out, bound_lse = oracle.bound_forward
+    bound_out, bound_lse = bounds or oracle.bound_forward
     compare(
         "out",
         heads_first(out, case.layout),

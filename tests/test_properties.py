@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import np_dtype
-from dense import ROUNDOFF, Oracle, compare, heads_first, visible
+from dense import ROUNDOFF, Oracle, check_forward, compare, heads_first, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import attend, backward, check, differentiate, forward, same_bits, to_numpy
@@ -86,24 +86,7 @@ def test_key_permutation(home, case, seed):
     dk_back, dv_back = np.empty_like(dk), np.empty_like(dv)
     dk_back[..., order, :], dv_back[..., order, :] = dk, dv
     oracle = Oracle(case, *(arrays[n] for n in "qkv"), arrays["dout"], arrays["dlse"])
-    compare(
-        "out",
-        out,
-        oracle.forward[0],
-        oracle.plain_forward[0],
-        oracle.bound_forward[0],
-        case.dtype,
-        (-2, -1),
-    )
-    compare(
-        "lse",
-        lse,
-        oracle.forward[1],
-        oracle.plain_forward[1],
-        oracle.bound_forward[1],
-        str(lse.dtype),
-        (-1,),
-    )
+    check_forward(oracle, out, lse)
     for index, grad in enumerate((dq, dk_back, dv_back)):
         compare(
             "gradient",
@@ -204,24 +187,8 @@ def test_merged_splits_equal_whole(home, case, cuts):
     oracle = Oracle(case, *(arrays[n] for n in "qkv"))
     v = np.repeat(abs(arrays["v"].astype(np.float64)), case.group, axis=-3)
     rounded = 2 * ROUNDOFF[case.dtype] * (oracle.parts[0] @ v)  # each part was rounded to the dtype
-    compare(
-        "out",
-        out,
-        oracle.forward[0],
-        oracle.plain_forward[0],
-        2 * oracle.bound_forward[0] + rounded,
-        case.dtype,
-        (-2, -1),
-    )
-    compare(
-        "lse",
-        lse,
-        oracle.forward[1],
-        oracle.plain_forward[1],
-        2 * oracle.bound_forward[1],
-        str(lse.dtype),
-        (-1,),
-    )
+    bound_out, bound_lse = (2 * bound for bound in oracle.bound_forward)
+    check_forward(oracle, out, lse, bounds=(bound_out + rounded, bound_lse))
 
 
 @examples(0.5)
