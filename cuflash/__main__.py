@@ -1,4 +1,4 @@
-"""The command line: ``python -m cuflash COMMAND``. Exit status 0: done, 1: failed, 2: misused."""
+"""The command line: `python -m cuflash COMMAND`. Exit status 0: done, 1: failed, 2: misused."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ _COMMANDS = {
     "check": ((".cli_check", "run"), "random calls against the float64 reference", _add_check),
     "demo": ((".cli_demo", "run"), "predict each byte of a text by attention", _add_demo),
     "bench": ((".__main__", "bench"), "speed beside other libraries (source tree)", _add_nothing),
-    "compile": ((".cli_info", "compile"), "build kernels ahead; needs no GPU", _add_compile),
+    "compile": ((".cli_info", "compile"), "build kernels ahead; needs CuPy, but no GPU", _add_compile),
 }
 
 

@@ -106,16 +106,9 @@ def _sequence(name: str, value) -> list:
 
 
 def compile_ahead(
-    arch=None,
-    dtypes=("float16", "bfloat16"),
-    head_dims=(64, 128),
-    head_dims_v=None,
-    causal=(False, True),
-    backward=True,
-    progress=None,
-    jobs=1,
+    arch, dtypes, head_dims, head_dims_v, causal, backward, progress, jobs=1
 ) -> list[Record]:
-    """See :func:`cuflash.compile`.
+    """See :func:`cuflash.compile`, which has the defaults.
 
     ``jobs`` is the number of processes that build. More than 1 is for programs whose main module
     may be imported again (``if __name__ == "__main__"``), as that of the command line.

@@ -76,6 +76,7 @@ def compile(args):
             dtypes=tuple(args.dtype),
             head_dims=tuple(args.head_dim),
             head_dims_v=tuple(args.head_dim_v) if args.head_dim_v else None,
+            causal=(False, True),
             backward=not args.no_backward,
             progress=report,
             jobs=args.jobs or config.processors(),

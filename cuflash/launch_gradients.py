@@ -219,9 +219,11 @@ def sink_gradient(sinks, lse, delta):
     lse, delta : cupy.ndarray (*batch, Hq, L)
     """
     sinks = sinks[..., None]
-    p = cupy.where(lse == sinks, 1.0, cupy.exp(sinks - lse))
-    # A row behind the packed sequences, of which no sink is part, has any delta.
-    return -cupy.where(lse == -np.inf, 0.0, p * delta).sum(axis=-1)
+    whole = lse == sinks  # p is 1, of infinities too, which have no difference
+    gap = cupy.where(whole, 0.0, sinks) - cupy.where(whole, 0.0, lse)
+    # A row without a key has an lse of -inf only where the sink is -inf, too; a row behind the
+    # packed sequences has any delta. The sink is part of neither.
+    return -cupy.where(lse == -np.inf, 0.0, cupy.exp(gap) * delta).sum(axis=-1)
 
 
 def reduce_to(gradient, total) -> None:

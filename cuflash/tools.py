@@ -144,12 +144,4 @@ def compile(
     """
     from .ahead import compile_ahead
 
-    return compile_ahead(
-        arch=arch,
-        dtypes=dtypes,
-        head_dims=head_dims,
-        head_dims_v=head_dims_v,
-        causal=causal,
-        backward=backward,
-        progress=progress,
-    )
+    return compile_ahead(arch, dtypes, head_dims, head_dims_v, causal, backward, progress)

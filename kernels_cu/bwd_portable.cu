@@ -36,11 +36,16 @@
 #include "bwd_portable_scores.cuh"
 
 // With a band, one body for masked steps and one for the long middle, which is then a single block
-// for the compiler to order. The wide types' bodies are too long to compile twice.
-inline constexpr bool kTwoBodies = Plan::kBand && !Score::kHides && sizeof(T) == 2;
+// for the compiler to order. The wide types' bodies are too long to compile twice; where products
+// are calls, or every element of the next block is waited for, there is little to order. On
+// recent GPUs two bodies without dQ exceed the registers.
+inline constexpr bool kTwoBodies = Plan::kBand && !Score::kHides && sizeof(T) == 2 &&
+                                   Plan::kCopyBytes > 0 && Atom::kTensorCore &&
+                                   (Plan::kNeedDq || !kRecent);
 // Of the product for dQ: written out in full, its operands are read so far ahead, beside dK and dV,
 // that registers spill.
-inline constexpr int kDqUnroll = min_of(kSmemUnroll<T>, 4);
+inline constexpr int kDqUnroll =
+    min_of(kSmemUnroll<T>, kRecent && Plan::kCopyBytes == 0 ? 2 : 4);
 
 struct Backward : BackwardScores {
     const Accum scale_log2;
@@ -210,8 +215,8 @@ struct Backward : BackwardScores {
         if constexpr (kHidden && Plan::kNeedDkv)
             if (masked) {
                 __syncthreads();  // all have read q and dout as they are
-                if (find_nonfinite<true, kThreads>(q)) dirty |= kDirtyQ;
-                if (find_nonfinite<true, kThreads>(dout)) dirty |= kDirtyDout;
+                if (find_nonfinite<true, kThreads, 1>(q)) dirty |= kDirtyQ;
+                if (find_nonfinite<true, kThreads, 1>(dout)) dirty |= kDirtyDout;
             }
         constexpr bool kShared = Plan::kShare > 1;
         Scores dropped = weights;
@@ -232,7 +237,7 @@ struct Backward : BackwardScores {
         }
         if constexpr (Plan::kNeedDq) {
             KTile k = k_tile();
-            if (kHidden && (dirty & kDirtyK)) find_nonfinite<true, kThreads>(k);
+            if (kHidden && (dirty & kDirtyK)) find_nonfinite<true, kThreads, 1>(k);
             accumulate_dq(m_block, k);
             if (kHidden && (dirty & kDirtyK)) {  // the next scores need k as it is
                 __syncthreads();
@@ -264,10 +269,13 @@ struct Backward : BackwardScores {
         for (head = end_head() - p.group; head < end_head(); ++head) {
             const Sees sees = visible();
             Accum* accum = static_cast<Accum*>(p.dq_accum) + i64(head) * p.accum_pitch;
+#pragma unroll 1
             for (int j = first_j; j < last_j; ++j)
+#pragma unroll 1
                 for (int d = 0; d < keys.dim; ++d) {
                     const T raw = *keys.at(j, d);
                     if (!is_nonfinite(raw)) continue;
+#pragma unroll 1
                     for (int i = first + int(threadIdx.x); i < last; i += kThreads)
                         if (sees(i, j))
                             red_add(

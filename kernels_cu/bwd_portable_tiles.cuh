@@ -31,6 +31,12 @@ static_assert(Plan::kShare == 1 || (Plan::kShare == 2 && sizeof(T) == 2),
               "only 16-bit operands keep k's order in shared memory");
 static_assert(Plan::kBlockM % 16 == 0, "P^T is an operand with 16 queries a step");
 
+// From sm_100 on the compiler keeps more values in registers than there are.
+#if __CUDA_ARCH__ >= 1000
+inline constexpr bool kRecent = true;
+#else
+inline constexpr bool kRecent = false;
+#endif
 inline constexpr bool kOrdered = Plan::kDeterministic && Plan::kNeedDq;
 
 // Warps that compute dQ: kDqWarpsM along the queries, kDqWarpsD along the head dimension.
@@ -153,8 +159,14 @@ struct BackwardBlock {
     __device__ __forceinline__ StatsTile stats_tile(int stage) const {
         return {smem + kRingBegin + stage * kStageBytes + QTile::kBytes + DoutTile::kBytes};
     }
-    __device__ __forceinline__ DsTile ds_tile() const { return {smem + kDsBegin}; }
-    __device__ __forceinline__ DsTile weights_tile() const { return {smem + kWeightsBegin}; }
+    __device__ __forceinline__ DsTile ds_tile() const { return {scores_base() + kDsBegin}; }
+    __device__ __forceinline__ DsTile weights_tile() const {
+        return {scores_base() + kWeightsBegin};
+    }
+    // Without lane addresses kept from step to step where they would not fit the registers.
+    __device__ __forceinline__ u32 scores_base() const {
+        return kRecent ? u32(opaque(int(smem))) : smem;
+    }
 
     __device__ __forceinline__ Rows<const T> k_rows() const {
         const BlockWork w = work();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -105,3 +106,13 @@ def check(q, k, v, dout, dlse=None, slack=1.0, **options):
     for name, got, want in zip(("dq", "dk", "dv"), grads, wanted):
         close(name, got, want, dtype, slack)
     return out, lse, grads
+
+
+def peak_bytes(call):
+    """The most that Python and NumPy had allocated at once."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import cuflash
 from cuflash import ahead, jit, tensormap
 from cuflash.__main__ import main
 from cuflash.families import portable
@@ -52,7 +53,7 @@ def test_ahead_builds_what_the_device_will_ask_for(nvrtc, monkeypatch, name):
         return []
 
     monkeypatch.setattr(ahead, "build_all", build_all)
-    ahead.compile_ahead(name, ["float16"], [64])
+    cuflash.compile(name, dtypes=["float16"], head_dims=[64])
     capability = int(re.search(r"\d+", name).group())
     assert {arch for _, arch in built} == {jit.architecture(*divmod(capability, 10))}
     kernels = {plan.kernel for plan, _ in built}
@@ -81,7 +82,7 @@ def test_ahead_builds_what_the_device_will_ask_for(nvrtc, monkeypatch, name):
 def test_ahead_refuses(monkeypatch, options, error, match):
     monkeypatch.setattr(ahead, "build_all", lambda *_: pytest.fail("built"))
     with pytest.raises(error, match=match):
-        ahead.compile_ahead(**{"arch": ARCH, **options})
+        cuflash.compile(**{"arch": ARCH, **options})
 
 
 def test_records_of_ptx_say_so():

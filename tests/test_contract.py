@@ -215,7 +215,7 @@ def test_c7_strides_inside_backward(home, which, recipe):
             grad.values,
             oracle.backward[index],
             oracle.plain_backward[index],
-            oracle.bound_backward[index],
+            lambda index=index: oracle.bound_backward[index],
             case.dtype,
             (-2, -1),
         )

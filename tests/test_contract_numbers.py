@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import cpu_calls
 import numpy as np
 import pytest
 from conftest import np_dtype
@@ -176,12 +176,7 @@ def peak_bytes(home, call):
         call()
         home.synchronize()
         return pool.total_bytes() - before
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    return cpu_calls.peak_bytes(call)
 
 
 # C17: large scores, subnormals

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cpu_calls import arrays, backward, forward, problem_of
+from cpu_calls import arrays, backward, forward, peak_bytes, problem_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -81,15 +80,6 @@ def test_an_error_in_a_worker_reaches_the_caller(direction, monkeypatch):
             forward(q, k, v)
         else:
             backward(dout, q, k, v, out, lse)
-
-
-def peak_bytes(call):
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def test_memory_grows_with_length_not_with_its_square(monkeypatch):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import np_dtype
-from dense import ROUNDOFF, Oracle, compare, heads_first, visible
+from dense import ROUNDOFF, Oracle, check_forward, compare, heads_first, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import attend, backward, check, differentiate, forward, same_bits, to_numpy
@@ -69,7 +70,7 @@ def test_need(home, case, need, deterministic):
                 heads_first(grad, case.layout),
                 want,
                 want,
-                2 * oracle.bound_backward[index],
+                lambda index=index: 2 * oracle.bound_backward[index],
                 case.dtype,
                 (-2, -1),
             )
@@ -86,31 +87,14 @@ def test_key_permutation(home, case, seed):
     dk_back, dv_back = np.empty_like(dk), np.empty_like(dv)
     dk_back[..., order, :], dv_back[..., order, :] = dk, dv
     oracle = Oracle(case, *(arrays[n] for n in "qkv"), arrays["dout"], arrays["dlse"])
-    compare(
-        "out",
-        out,
-        oracle.forward[0],
-        oracle.plain_forward[0],
-        oracle.bound_forward[0],
-        case.dtype,
-        (-2, -1),
-    )
-    compare(
-        "lse",
-        lse,
-        oracle.forward[1],
-        oracle.plain_forward[1],
-        oracle.bound_forward[1],
-        str(lse.dtype),
-        (-1,),
-    )
+    check_forward(oracle, out, lse)
     for index, grad in enumerate((dq, dk_back, dv_back)):
         compare(
             "gradient",
             grad,
             oracle.backward[index],
             oracle.plain_backward[index],
-            oracle.bound_backward[index],
+            lambda index=index: oracle.bound_backward[index],
             case.dtype,
             (-2, -1),
         )
@@ -142,21 +126,25 @@ def test_gqa_is_repeated_heads(home, case):
     every = differentiate(home, full, repeated)
     oracle = Oracle(case, *(arrays[n] for n in "qkv"), arrays["dout"], arrays["dlse"])
     wide = Oracle(full, *(repeated[n] for n in "qkv"), arrays["dout"], arrays["dlse"])
+
+    def twice_the_bound(index, shape):
+        bound = (*oracle.bound_forward, *oracle.bound_backward)[index]
+        if index > 2:  # the repeated heads' gradients were rounded one by one
+            rounded = ROUNDOFF[case.dtype] * abs(every[index].astype(np.float64))
+            bound = bound + oracle.reduce(wide.bound_backward[index - 2] + rounded, shape)
+        return 2 * bound
+
     for index in range(5):
         got, want = grouped[index].astype(np.float64), every[index].astype(np.float64)
         if index > 2:
             want = oracle.reduce(want, got.shape)
-        bound = (*oracle.bound_forward, *oracle.bound_backward)[index]
-        if index > 2:  # the repeated heads' gradients were rounded one by one
-            rounded = ROUNDOFF[case.dtype] * abs(every[index].astype(np.float64))
-            bound = bound + oracle.reduce(wide.bound_backward[index - 2] + rounded, got.shape)
         dtype = str(grouped[1].dtype) if index == 1 else case.dtype
         compare(
             ("out", "lse", "dq", "dk", "dv")[index],
             got,
             want,
             want,
-            2 * bound,
+            lambda index=index, shape=got.shape: twice_the_bound(index, shape),
             dtype,
             (-1,) if index == 1 else (-2, -1),
         )
@@ -204,24 +192,12 @@ def test_merged_splits_equal_whole(home, case, cuts):
     oracle = Oracle(case, *(arrays[n] for n in "qkv"))
     v = np.repeat(abs(arrays["v"].astype(np.float64)), case.group, axis=-3)
     rounded = 2 * ROUNDOFF[case.dtype] * (oracle.parts[0] @ v)  # each part was rounded to the dtype
-    compare(
-        "out",
-        out,
-        oracle.forward[0],
-        oracle.plain_forward[0],
-        2 * oracle.bound_forward[0] + rounded,
-        case.dtype,
-        (-2, -1),
-    )
-    compare(
-        "lse",
-        lse,
-        oracle.forward[1],
-        oracle.plain_forward[1],
-        2 * oracle.bound_forward[1],
-        str(lse.dtype),
-        (-1,),
-    )
+
+    def bounds():
+        bound_out, bound_lse = oracle.bound_forward
+        return 2 * bound_out + rounded, 2 * bound_lse
+
+    check_forward(oracle, out, lse, bounds=bounds)
 
 
 @examples(0.5)
@@ -265,17 +241,22 @@ def test_linear_in_v_and_dout(home, case, power):
         n: np.round(2 * rng.standard_normal(arrays[n].shape)).astype(arrays[n].dtype)
         for n in ("v", "dout")
     }
+
+    def summed_bounds(name, index):
+        bound = 0
+        for part in (arrays[name], other[name], arrays[name] + other[name]):
+            oracle = Oracle(case, *({**arrays, name: part}[n] for n in ("q", "k", "v", "dout")))
+            size = (oracle.forward[0], None, *oracle.backward)[index]
+            part_bound = (*oracle.bound_forward, *oracle.bound_backward)[index]
+            bound = bound + part_bound + ROUNDOFF[case.dtype] * abs(size)
+        return bound
+
     for name, first in (("v", 0), ("dout", 2)):
         second = differentiate(home, case, {**arrays, name: other[name]}, dlse=False)
         summed = differentiate(home, case, {**arrays, name: arrays[name] + other[name]}, dlse=False)
         for index in range(first, 1 if name == "v" else 5):
-            bound = 0
-            for part in (arrays[name], other[name], arrays[name] + other[name]):
-                oracle = Oracle(case, *({**arrays, name: part}[n] for n in ("q", "k", "v", "dout")))
-                size = (oracle.forward[0], None, *oracle.backward)[index]
-                part_bound = (*oracle.bound_forward, *oracle.bound_backward)[index]
-                bound = bound + part_bound + ROUNDOFF[case.dtype] * abs(size)
             want = base[index].astype(np.float64) + second[index].astype(np.float64)
+            bound = functools.partial(summed_bounds, name, index)
             compare(name, summed[index], want, want, bound, case.dtype, (-2, -1))
 
 

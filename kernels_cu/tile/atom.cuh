@@ -84,6 +84,11 @@ __device__ __forceinline__ void add_by_fma(Accum (&c)[4], const A& a, const B& b
 // fp16 and bf16, sums in float.
 template <class T> struct Atom16 {
     static constexpr int kK = 16;
+#if __CUDA_ARCH__ >= 800
+    static constexpr bool kTensorCore = true;
+#else
+    static constexpr bool kTensorCore = kSame<T, f16>;
+#endif
     struct A {
         u32 x[4];
     };
@@ -122,7 +127,7 @@ template <class T> struct Atom16 {
 #if __CUDA_ARCH__ >= 800
         mma_m16n8k16<T>(c, a.x, b.x);
 #else
-        if constexpr (kSame<T, f16>) {
+        if constexpr (kTensorCore) {
             mma_m16n8k8_f16(c, a.x[0], a.x[1], b.x[0]);
             mma_m16n8k8_f16(c, a.x[2], a.x[3], b.x[1]);
         } else {

@@ -96,8 +96,9 @@ __device__ __forceinline__ void store_tile(Tile tile, const Rows<T>& rows, int f
 }
 
 // True, for all threads of the block, when the tile holds inf or NaN; with kReplace they become
-// zero. The barrier inside also shows the new tile to all threads.
-template <bool kReplace, int kThreads, class Tile>
+// zero. The barrier inside also shows the new tile to all threads. kUnroll: of the rare loop over
+// a piece that holds one, how many elements are written out.
+template <bool kReplace, int kThreads, int kUnroll = 8, class Tile>
 __device__ __forceinline__ bool find_nonfinite(Tile tile) {
     using T = typename Tile::Element;
     constexpr int kPerPiece = 16 / int(sizeof(T));
@@ -109,6 +110,7 @@ __device__ __forceinline__ bool find_nonfinite(Tile tile) {
         if (!has_nonfinite<T>(tile.load_piece(row, col))) continue;
         found = true;
         if constexpr (kReplace)
+#pragma unroll(kUnroll)
             for (int c = 0; c < kPerPiece; ++c)
                 if (is_nonfinite(tile.load(row, col + c))) tile.store(row, col + c, T{});
     }

@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_tile(DirectTile<T, kRows, kCols>, const Row
 
 // As for tiles in shared memory (copy.cuh): with kReplace, `tile` itself reads inf and NaN as zero
 // from here on.
-template <bool kReplace, int kThreads, class T, int kRows, int kCols>
+template <bool kReplace, int kThreads, int kUnroll = 1, class T, int kRows, int kCols>
 __device__ __forceinline__ bool find_nonfinite(DirectTile<T, kRows, kCols>& tile) {
     bool found = false;
 #pragma unroll 1
