@@ -130,6 +130,7 @@ def _main_step(
             *steps.all_strides(problem, a.q, a.k, a.dout, a.dk, a.dv),
             *values,
             min(blocks, device.num_sms),  # attn/backward_sm90.cuh: turns
+            *operands.rest(problem, options, forward=False),
             encoders=(
                 Encoder(a.q, block_m),
                 Encoder(a.k, block_n),

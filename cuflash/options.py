@@ -140,7 +140,8 @@ class Options:
 
         array has as many axes as (*batch, Hq, L, S), each of that size or 1.
         """
-        arg = Arg("grid", dtype_name(array.dtype), array.ndim, name)
+        along = tuple(n > 1 for n in array.shape[-2:])
+        arg = Arg("grid", dtype_name(array.dtype), array.ndim, name, along)
         shape = (*self.batch, self.heads, *self.seqlens)
         self.own[name] = self.options[name], len(self.args), array
         self.args.append(arg)

@@ -40,6 +40,7 @@ class Arg:
     dtype: str  # of a scalar: "int32", or the scores' dtype
     ndim: int
     name: str = ""
+    along: tuple[bool, bool] = (True, True)  # of a grid: whether it varies with i, with j
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ its kernel's parameters (`rows`); launch_extras.py gives their values in the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 
 from .score import Program, constant, ordered, render
 
@@ -32,7 +33,11 @@ using Accum = AccumOf<Plan::Element>;
 struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
+    static constexpr int kStarts = 0;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
+    template <class Start> __device__ __forceinline__ Score(const Params&, u32, u32, Start) {}
+    template <class F>
+    static __device__ __forceinline__ void for_each_start(const Params&, u32, F) {}
     __device__ __forceinline__ Accum scaled(Accum x) const { return x; }
     __device__ __forceinline__ Accum value(Accum s, int, int) const { return s; }
     __device__ __forceinline__ Accum derivative(Accum, int, int) const { return 1; }
@@ -134,13 +139,17 @@ def _argument_rows(name, arg):
 # ---- text ------------------------------------------------------------------------------------
 
 
-def text(options: Options) -> str:
-    """The C++ definition of ``struct Score``."""
+def text(options: Options, quick: bool = False) -> str:
+    """The C++ definition of ``struct Score``; ``quick``: with attn/tanh.cuh's."""
     if not options:
         return PLAIN
     program = options.program
     args = options.args
     parts = [*_constants(options), *_start(args), *_accessors(args)]
+    if quick:
+        parts += [
+            "static __device__ __forceinline__ float tanh_of(float x) { return quick_tanh(x); }"
+        ]
     value = ["return s;"] if program is None else _body(program.value)
     parts += _function("Accum value(Accum s, int i, int j)", value)
     slope = ["return 1;"] if program is None else _body(program.derivative)
@@ -157,12 +166,13 @@ def text(options: Options) -> str:
     return "\n".join([*lines, *("    " + part for part in parts), "};", ""])
 
 
-def _constants(options):
+def facts(options: Options) -> dict[str, bool]:
+    """The constants of ``struct Score``, by name."""
     program = options.program
     unit = program is None or program.derivative is constant(1.0)
     needs = any(depends(program.gradients[g.number][2], "s") for g in options.gradients)
-    flags = {
-        "kProgram": True,
+    return {
+        "kProgram": bool(options),
         "kHides": program is not None and program.visible is not None,
         "kUnit": unit,
         "kKeepsScore": needs,
@@ -170,7 +180,12 @@ def _constants(options):
         "kDropout": options.dropout,
         "kGradients": bool(options.gradients),
     }
-    return [f"static constexpr bool {name} = {str(on).lower()};" for name, on in flags.items()]
+
+
+def _constants(options):
+    return [
+        f"static constexpr bool {name} = {str(on).lower()};" for name, on in facts(options).items()
+    ]
 
 
 def _function(head, body):
@@ -178,23 +193,43 @@ def _function(head, body):
 
 
 def _start(args):
-    """Where this head's arrays begin."""
+    """Where this head's arrays begin. A kernel that cannot keep these in registers keeps where its
+    batch entry's begin, `for_each_start`, and hands them back: start(k).
+    """
+    grids = [(n, ELEMENTS[arg.dtype]) for n, arg in enumerate(args) if arg.kind == "grid"]
     fields = ["const Params& p;", "const u32 batch, head;"]
-    inits = ["p(params)", "batch(of_batch)", "head(of_head)"]
-    for n, arg in enumerate(args):
-        if arg.kind == "grid":
-            element = ELEMENTS[arg.dtype]
-            fields.append(f"const {element}* start{n};")
-            inits.append(
-                f"start{n}(head_start<const {element}>(params.arg{n}, params.arg{n}_strides, "
-                "params.batch_sizes, of_batch, of_head))"
-            )
+    fields += [f"const {element}* start{n};" for n, element in grids]
+    common = ["p(params)", "batch(of_batch)", "head(of_head)"]
+    anew = [f"start{n}({_head_start(n, element, 'of_batch', 'of_head')})" for n, element in grids]
+    given = [
+        f"start{n}(static_cast<const {element}*>(start({k})) + "
+        f"i64(of_head) * params.arg{n}_strides.head)"
+        for k, (n, element) in enumerate(grids)
+    ]
+    visits = [f"f({k}, {_head_start(n, e, 'batch', '0')});" for k, (n, e) in enumerate(grids)]
+    head = "__device__ __forceinline__ Score(const Params& params, u32 of_batch, u32 of_head"
     return [
+        f"static constexpr int kStarts = {len(grids)};",
         *fields,
-        "__device__ __forceinline__ Score(const Params& params, u32 of_batch, u32 of_head)",
-        "    : " + ", ".join(inits) + " {}",
+        head + ")",
+        "    : " + ", ".join(common + anew) + " {}",
+        "template <class Start>",
+        head + ", Start start)",
+        "    : " + ", ".join(common + given) + " {}",
+        "template <class F>",
+        "static __device__ __forceinline__ void for_each_start(const Params& params, u32 batch, "
+        "F f) {",
+        *("    " + visit for visit in visits),
+        "}",
         *_function("Accum scaled(Accum x)", ["return Accum(p.scale) * x;"]),
     ]
+
+
+def _head_start(n, element, batch, head):
+    return (
+        f"head_start<const {element}>(params.arg{n}, params.arg{n}_strides, params.batch_sizes, "
+        f"{batch}, {head})"
+    )
 
 
 def _read(arg, place):
@@ -222,8 +257,9 @@ def _accessors(args):
             value = f"int(p.arg{n})" if kind == "int" else f"number<Accum>(p.arg{n})"
             lines += _function(f"{kind} arg{n}()", [f"return {value};"])
         elif arg.kind == "grid":
-            strides = f"p.arg{n}_strides"
-            place = f"start{n}[i64(i) * {strides}.row + i64(j) * {strides}.col]"
+            steps = (("i", "row"), ("j", "col"))
+            steps = [f"i64({x}) * p.arg{n}_strides.{to}" for x, to in compress(steps, arg.along)]
+            place = f"start{n}[{' + '.join(steps) or 0}]"
             lines += _function(f"{kind} arg{n}(int i, int j)", [f"return {_read(arg, place)};"])
         else:
             axes = range(arg.ndim)

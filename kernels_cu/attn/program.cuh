@@ -16,6 +16,7 @@
 #include "../tile/rows.cuh"
 #include "dropout.cuh"
 #include "score_gradients.cuh"
+#include "tanh.cuh"
 
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
