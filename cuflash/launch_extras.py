@@ -121,7 +121,7 @@ class Operands:
             found += [sums.count]
             if options.args[n].kind == "grid":
                 found += [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides
-        return [*found, problem.scale] if forward else found
+        return [*found, problem.scale]
 
 
 NONE = Operands()

@@ -123,8 +123,8 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
         if options.args[n].kind == "grid":
             found += [(f"sums{n}_strides", "strides")]
-    # backward's table has it for dk
-    return (*found, ("scale", "f64")) if forward else tuple(found)
+    # backward's table has it for dk; as a float it is an operand of the instruction
+    return (*found, ("scale", "f64") if forward else ("score_scale", "f32"))
 
 
 def _argument_rows(name, arg):
@@ -145,7 +145,7 @@ def text(options: Options, quick: bool = False) -> str:
         return PLAIN
     program = options.program
     args = options.args
-    parts = [*_constants(options), *_start(args), *_accessors(args)]
+    parts = [*_constants(options), *_start(args, quick), *_accessors(args)]
     if quick:
         parts += [
             "static __device__ __forceinline__ float tanh_of(float x) { return quick_tanh(x); }"
@@ -192,7 +192,7 @@ def _function(head, body):
     return [f"__device__ __forceinline__ {head} const {{", *("    " + line for line in body), "}"]
 
 
-def _start(args):
+def _start(args, quick):
     """Where this head's arrays begin. A kernel that cannot keep these in registers keeps where its
     batch entry's begin, `for_each_start`, and hands them back: start(k).
     """
@@ -221,7 +221,9 @@ def _start(args):
         "F f) {",
         *("    " + visit for visit in visits),
         "}",
-        *_function("Accum scaled(Accum x)", ["return Accum(p.scale) * x;"]),
+        *_function(
+            "Accum scaled(Accum x)", [f"return {'p.score_scale' if quick else 'Accum(p.scale)'} * x;"]
+        ),
     ]
 
 

@@ -77,38 +77,37 @@ struct KeyOwner : Consumer {
         wgmma_wait_group<1>();
         to_weights<kMasked>(s, m, ring.stage, any_refined);
         wgmma_wait_group<0>();
-        clean<kMasked>();
+        if constexpr (kMasked && kHidden) clean(true);
         round_to(weights, s);
         to_ds<kMasked>(dp, s, m, ring.stage);
     }
-    template <bool kMasked>
     __device__ __forceinline__ void score_block(Weights& weights, Scores& s, Scores& dp,
-                                                const Block& at) {
+                                                const Block& at, const Walk& walk) {
         Kept kept;
-        look<kMasked>(kept, at);
+        look(kept, at, walk.masked_by_vote());
         wgmma_wait_group<1>();
-        weigh<kMasked>(weights, s, kept, at, ring.stage);
+        weigh(weights, s, kept, at, ring.stage);
         wgmma_wait_group<0>();
-        clean<kMasked>();
-        differentiate<kMasked>(dp, s, kept, at, ring.stage);
+        if constexpr (kHidden) clean(walk.masked_by_vote());
+        differentiate(dp, s, kept, at, ring.stage);
     }
-    template <bool kMasked> __device__ __forceinline__ void clean() {
-        if constexpr (kMasked && kHidden) {
-            clean_queries(ring.stage, ring.stage);
-            clean_k();
-        }
+    __device__ __forceinline__ void clean(bool masked) {
+        clean_queries(ring.stage, ring.stage, masked);
+        clean_k(masked);
     }
 
+    // kMasked: with pairs that do not count; the same body with and without them where a score
+    // function makes it long.
     template <bool kMasked>
-    __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, const Sees& seen_by, int m) {
+    __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, const Walk& walk) {
         Weights weights, ds;
         {
             Scores s, dp;
             start_scores(s, dp);
             if constexpr (Score::kProgram)
-                score_block<kMasked>(weights, s, dp, block(seen_by, m));
+                score_block(weights, s, dp, block(sees(walk), walk.m), walk);
             else
-                plain_block<kMasked>(weights, s, dp, m);
+                plain_block<kMasked>(weights, s, dp, walk.m);
             round_to(ds, dp);
         }
         if constexpr (Plan::kNeedDq) store_ds(ds, smem.ds(ring.stage) + warpgroup * kQueryPanel);
@@ -130,7 +129,7 @@ struct KeyOwner : Consumer {
             release(smem.dout_empty(ring.stage));
         }
         wgmma_wait_group<0>();
-        if constexpr (kMasked && kHidden) reload_k();
+        if constexpr (kMasked && kHidden) reload_k(!Score::kProgram || walk.masked_by_vote());
         release(smem.q_empty(ring.stage));
         ring.next();
     }
@@ -156,10 +155,10 @@ struct KeyOwner : Consumer {
             mbarrier_wait(smem.v_full(), 0);
         }
         for (; walk.left > 0; walk.next()) {
-            if (walk.masked())
-                step<kMasks>(dk, dv, sees(walk), walk.m);
+            if (Score::kProgram || walk.masked())
+                step<kMasks>(dk, dv, walk);
             else
-                step<false>(dk, dv, sees(walk), walk.m);
+                step<false>(dk, dv, walk);
         }
         finish(dk, dv);
     }

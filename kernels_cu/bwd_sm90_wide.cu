@@ -68,18 +68,18 @@ struct WeightHalf : Half {
     // With S^T of block m in `s`; leaves that of the next one there.
     template <bool kMasked>
     __device__ __forceinline__ void step(Scores& s, ValueGrad& dv, const Sees& seen_by, int m,
-                                         bool last) {
+                                         bool last, bool masked = true) {
         Weights weights;
         Kept kept;
         if constexpr (Score::kProgram) {
             const Block at = block(seen_by, m);
-            look<kMasked>(kept, at);
-            weigh<kMasked>(weights, s, kept, at, q.stage);
+            look(kept, at, masked);
+            weigh(weights, s, kept, at, q.stage);
         } else {
             to_weights<kMasked>(s, m, q.stage, refined(q.stage));
         }
         mbarrier_wait(smem.dout_full(dout.stage), dout.phase);
-        if constexpr (kMasked && kHidden) clean_queries(q.stage, dout.stage);
+        if constexpr (kMasked && kHidden) clean_queries(q.stage, dout.stage, masked);
         send(s, kept);
         if constexpr (!Score::kProgram) round_to(weights, s);
         release(smem.q_empty(q.stage));
@@ -96,7 +96,7 @@ struct WeightHalf : Half {
         release(smem.dout_empty(dout.stage));
         if constexpr (kMasked && kHidden) {
             wgmma_wait_group<0>();
-            clean_k();
+            clean_k(masked);
         }
         barrier_sync<kDsFull, kConsumerThreads>();
         if constexpr (Plan::kNeedDq)
@@ -108,7 +108,7 @@ struct WeightHalf : Half {
                 hand_over(dq, 0);
             });
         wgmma_wait_group<0>();
-        if constexpr (kMasked && kHidden) reload_k();
+        if constexpr (kMasked && kHidden) reload_k(masked);
         q = next;
         dout.next();
     }
@@ -126,7 +126,10 @@ struct WeightHalf : Half {
             start_scores(s, 0);
             wgmma_wait_group<0>();
             for (; walk.left > 0; walk.next()) {
-                if (walk.masked())
+                if constexpr (Score::kProgram)
+                    step<kMasks>(s, dv, sees(walk), walk.m, walk.left == 1,
+                                 __any_sync(kFullWarp, walk.masked()));
+                else if (walk.masked())
                     step<kMasks>(s, dv, sees(walk), walk.m, walk.left == 1);
                 else
                     step<false>(s, dv, sees(walk), walk.m, walk.left == 1);
@@ -151,7 +154,6 @@ struct DsHalf : Half {
         if constexpr (kMasked) hide(ds, m);
     }
     // The same with a score function, hidden keys or dropout, which comes before delta.
-    template <bool kMasked>
     __device__ __forceinline__ void receive(Scores& ds, const Block& at) const {
         Kept kept;
         barrier_sync<kWeightsFull, kConsumerThreads>();
@@ -164,7 +166,7 @@ struct DsHalf : Half {
             subtract_delta(ds, dout.stage);
         }
         multiply_received(ds);
-        finish_ds<kMasked>(ds, kept, at);
+        finish_ds(ds, kept, at);
     }
     __device__ __forceinline__ void multiply_received(Scores& ds) const {
 #pragma unroll
@@ -178,14 +180,14 @@ struct DsHalf : Half {
     // With dP^T of block m in `dp`; leaves that of the next one there.
     template <bool kMasked>
     __device__ __forceinline__ void step(Scores& dp, KeyGrad& dk, const Sees& seen_by, int m,
-                                         bool last) {
+                                         bool last, bool masked = true) {
         if constexpr (!Score::kDropout) subtract_delta(dp, dout.stage);
         mbarrier_wait(smem.q_full(q.stage), q.phase);
-        if constexpr (kMasked && kHidden) clean_queries(q.stage, dout.stage);
+        if constexpr (kMasked && kHidden) clean_queries(q.stage, dout.stage, masked);
         Weights ds;
         if constexpr (!Score::kDropout) release(smem.dout_empty(dout.stage));
         if constexpr (Score::kProgram)
-            receive<kMasked>(dp, block(seen_by, m));
+            receive(dp, block(seen_by, m));
         else
             receive<kMasked>(dp, m);
         if constexpr (Score::kDropout) release(smem.dout_empty(dout.stage));
@@ -193,7 +195,7 @@ struct DsHalf : Half {
         if constexpr (Plan::kNeedDq) store_ds(ds, smem.ds(0));
         fence_proxy_async();
         barrier_arrive<kDsFull, kConsumerThreads>();
-        if constexpr (kMasked && kHidden) clean_k();
+        if constexpr (kMasked && kHidden) clean_k(masked);
         if constexpr (Plan::kNeedDq) barrier_sync<kOwnDsFull, kWarpgroupSize>();
         wgmma_fence();
         if constexpr (Plan::kNeedDkv)
@@ -215,7 +217,7 @@ struct DsHalf : Half {
         wgmma_wait_group<1>();
         release(smem.q_empty(q.stage));
         wgmma_wait_group<0>();
-        if constexpr (kMasked && kHidden) reload_k();
+        if constexpr (kMasked && kHidden) reload_k(masked);
         dout = next;
         q.next();
     }
@@ -237,7 +239,10 @@ struct DsHalf : Half {
             start_dp(dp, 0);
             wgmma_wait_group<0>();
             for (; walk.left > 0; walk.next()) {
-                if (walk.masked())
+                if constexpr (Score::kProgram)
+                    step<kMasks>(dp, dk, sees(walk), walk.m, walk.left == 1,
+                                 __any_sync(kFullWarp, walk.masked()));
+                else if (walk.masked())
                     step<kMasks>(dp, dk, sees(walk), walk.m, walk.left == 1);
                 else
                     step<false>(dp, dk, sees(walk), walk.m, walk.left == 1);

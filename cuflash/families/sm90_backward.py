@@ -141,7 +141,7 @@ def backward_plan(
         ("kStagesV", tile.stages_v),
         ("kDsStages", 1 if tile.wide else 2),
         ("kExchange", tile.wide),
-        ("kAhead", 8),
+        ("kAhead", 6),
         ("kAccumTiles", columns // 8),
         ("kAccumVector", True),
         ("kNeedDq", need_dq),

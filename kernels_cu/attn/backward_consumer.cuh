@@ -115,10 +115,9 @@ struct Consumer {
     }
     // Which pairs count, before their scores are there: what this reads or draws takes its time
     // while the tensor cores work, and leaves a bit for each pair.
-    template <bool kMasked>
-    __device__ __forceinline__ void look(Kept& kept, const Block& at) const {
-        kept.seen.fill(!kMasked);
-        if constexpr (kMasked) at.see(kept);
+    __device__ __forceinline__ void look(Kept& kept, const Block& at, bool masked) const {
+        kept.seen.fill(true);
+        if (kMasks && masked) at.see(kept);
         at.draw(kept);
     }
     // 0, which neither the compiler nor the assembler knows: what comes from it waits for x.
@@ -129,10 +128,10 @@ struct Consumer {
     // of P^T: pair by pair, so that neither derivatives nor both forms of P^T are a fragment. No more
     // than kAhead column tiles are begun before the first of them is done: more of the elements that
     // the score reads would not fit the registers.
-    template <bool kMasked>
     __device__ __forceinline__ void weigh(Weights& weights, Scores& s, Kept& kept,
                                           const Block& at, int stage) const {
-        const float scale = float(p.scale_log2), keep_scale = at.sees.score.keep_scale();
+        constexpr float kLog2e = 1.44269504f;  // p.scale_log2: scores are scaled
+        const float keep_scale = at.sees.score.keep_scale();
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n) {
             float row_max[2], row_sum[2], left[4];
@@ -142,8 +141,8 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const auto pair = own.scored(s.x[0][n][r], 0, n, r);
-                float x = weight<T>((pair.value - row_max[r % 2]) * scale, row_sum[r % 2]);
-                if constexpr (kMasked) x = kept.seen.get(0, n, r) ? x : 0.f;
+                float x = weight<T>((pair.value - row_max[r % 2]) * kLog2e, row_sum[r % 2]);
+                if constexpr (kMasks) x = kept.seen.get(0, n, r) ? x : 0.f;
                 if constexpr (kKeepsFragment) kept.s.x[0][n][r] = pair.kept;
                 left[r] = x;
                 if constexpr (Score::kDropout)
@@ -156,19 +155,17 @@ struct Consumer {
         }
     }
     // dP^T to dS^T.
-    template <bool kMasked>
     __device__ __forceinline__ void differentiate(Scores& ds, const Scores& weights,
                                                   const Kept& kept, const Block& at,
                                                   int stage) const {
         if constexpr (Score::kDropout) drop(ds, kept, at.sees.score.keep_scale());
         subtract_delta(ds, stage);
         multiply(ds, weights);
-        finish_ds<kMasked>(ds, kept, at);
+        finish_ds(ds, kept, at);
     }
-    template <bool kMasked>
     __device__ __forceinline__ void finish_ds(Scores& ds, const Kept& kept, const Block& at) const {
         if constexpr (Score::kGradients) to_score(ds, kept, at);
-        if constexpr (kMasked) hide_unseen(ds, kept);
+        if constexpr (kMasks) hide_unseen(ds, kept);
     }
     // This thread's place in a fragment in shared memory, 16 bytes a column tile: nobody else comes
     // there but the thread of the same number in a warpgroup that shares its keys.
@@ -272,29 +269,30 @@ struct Consumer {
     __device__ __forceinline__ void find_in_k() {
         if (finds_nonfinite(smem.k(), kKBytes)) dirty |= kDirtyK;
     }
+    // `masked`: whether the step's block holds hidden pairs; the same for all.
     // By a vote, so that the assembler sees a branch which no warp takes in part: it serialises
     // products around others (C7519).
     __device__ __forceinline__ bool k_is_dirty() const {
         return __any_sync(kFullWarp, (dirty & kDirtyK) != 0);
     }
     // After all have S^T and dP^T of a masked block, before anyone's dV and dK...
-    __device__ __forceinline__ void clean_queries(int stage, int dout_stage) {
-        if constexpr (!Plan::kNeedDkv) return;
+    __device__ __forceinline__ void clean_queries(int stage, int dout_stage, bool masked) {
+        if (!Plan::kNeedDkv || !masked) return;
         const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
         const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
         if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
         if (in_dout) replace_nonfinite(smem.dout(dout_stage), kDoutBytes), dirty |= kDirtyDout;
     }
     // ... and before dQ.
-    __device__ __forceinline__ void clean_k() const {
-        if (!Plan::kNeedDq || !k_is_dirty()) return;
+    __device__ __forceinline__ void clean_k(bool masked) const {
+        if (!Plan::kNeedDq || !masked || !k_is_dirty()) return;
         consumers_sync();  // nobody's scores read k now
         replace_nonfinite(smem.k(), kKBytes);
     }
     // After dQ: k as it is again, for the next scores.
-    __device__ __forceinline__ void reload_k() {
+    __device__ __forceinline__ void reload_k(bool masked) {
         if constexpr (!Plan::kNeedDq) return;
-        if (k_is_dirty()) {
+        if (masked && k_is_dirty()) {
             consumers_sync();
             if (all_thread() == 0) load_k(p, smem, work);
             k_phase ^= 1;

@@ -253,6 +253,11 @@ struct Walk {
         const BlockRange range = smem.range().get();
         return m >= range.full_end || m < range.full_begin;
     }
+    // So that the assembler sees a branch which no warp takes in part.
+    __device__ __forceinline__ bool masked_by_vote() const {
+        if constexpr (Score::kHides) return true;
+        return __any_sync(kFullWarp, masked());
+    }
 };
 // Counts the heads of a walk.
 struct HeadCounter {
