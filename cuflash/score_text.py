@@ -123,8 +123,11 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
         if options.args[n].kind == "grid":
             found += [(f"sums{n}_strides", "strides")]
-    # backward's table has it for dk; as a float it is an operand of the instruction
-    return (*found, ("scale", "f64") if forward else ("score_scale", "f32"))
+    if forward:
+        return (*found, ("scale", "f64"))
+    # backward's table has it for dk; as floats they are operands of instructions
+    found += [("score_scale", "f32"), *([("keep_scale", "f32")] if options.dropout else [])]
+    return tuple(found)
 
 
 def _argument_rows(name, arg):
@@ -140,7 +143,9 @@ def _argument_rows(name, arg):
 
 
 def text(options: Options, quick: bool = False) -> str:
-    """The C++ definition of ``struct Score``; ``quick``: with attn/tanh.cuh's."""
+    """The C++ definition of ``struct Score``; ``quick``: of backward kernels with 16-bit results,
+    with attn/tanh.cuh's tanh and numbers that are floats already.
+    """
     if not options:
         return PLAIN
     program = options.program
@@ -159,7 +164,7 @@ def text(options: Options, quick: bool = False) -> str:
         seen = _body(program.visible)
     parts += _function("bool visible(int i, int j)", seen)
     parts += _function("Accum sink()", _sink(options))
-    parts += _function("Accum keep_scale()", _keep_scale(options))
+    parts += _function("Accum keep_scale()", _keep_scale(options, quick))
     parts += _function("Dropout dropout()", _dropout(options))
     parts += _gradients(options)
     lines = ["using Accum = AccumOf<Plan::Element>;", "struct Score {"]
@@ -282,7 +287,9 @@ def _sink(options):
     return [f"return *{start};"]
 
 
-def _keep_scale(options):
+def _keep_scale(options, quick):
+    if quick and options.dropout:
+        return ["return p.keep_scale;"]
     return [f"return {'Accum(256) / Accum(p.keep_limit)' if options.dropout else '1'};"]
 
 
