@@ -41,6 +41,9 @@ SCORE_TILES = {
     128: Tile(64, 128),
     256: Tile(64, 64, 2, 1, wide=True),
 }
+# The same where the score reads so much that its addresses would not fit beside dk and dv of 128
+# keys (`crowded`).
+CROWDED_TILES = {256: Tile(64, 64, 2, 1, wide=True)}
 # The same where dS needs one more fragment, for gradients of arrays beside a derivative.
 KEPT_TILES = {
     64: Tile(64, 128),
@@ -65,8 +68,22 @@ def tile_of(problem, options: Options | None = None) -> Tile:
     options = Options.of(problem) if options is None else options
     tiles = BACKWARD_TILES
     if options:
-        tiles = KEPT_TILES if keeps_fragment(options) else SCORE_TILES
+        tiles = SCORE_TILES
+        if crowded(options, widest, problem.band is not None):
+            tiles = CROWDED_TILES
+        if keeps_fragment(options):
+            tiles = KEPT_TILES
     return tiles[min(d for d in tiles if d >= widest)]
+
+
+def crowded(options: Options, widest: int, band: bool) -> bool:
+    """Whether a score reads more than the tiles of 128 keys have registers for, as the compiler
+    says: arrays by computed indices, many grids, or one at each pair beside a band.
+    """
+    kinds = [arg.kind for arg in options.args]
+    by_pair = any(arg.kind == "grid" and all(arg.along) and arg.dtype != "bool"
+                  for arg in options.args)  # fmt: skip
+    return "free" in kinds or kinds.count("grid") > 2 or (band and by_pair and widest > 64)
 
 
 def keeps_fragment(options: Options) -> bool:
