@@ -101,6 +101,8 @@ def takes(problem, tile: Tile) -> bool:
         return tile.block_m == tile.block_n == 64
     if tile.block_n != 128 or tile.stages != 2 or tile.stages_v != 2:
         return False
+    if tile.block_m == 128 and Options.of(problem):
+        return False
     return widest <= (64 if tile.block_m == 128 else 128)
 
 

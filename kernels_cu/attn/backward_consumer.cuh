@@ -174,13 +174,15 @@ struct Consumer {
         return smem.exchange() + n * kFragmentBytes + own + thread * 16;
     }
     // What the score's arrays receive, then the gradient by the scaled product: with dS^T in shared
-    // memory, since registers are full, and in loops, since a score's functions may be long.
+    // memory, since registers are full, and in loops, since a score's functions may be long. (A
+    // template, as the plain Score has neither batch nor head.)
+    template <class AnyScore = Score>
     __device__ __forceinline__ void to_score(Scores& ds, const Kept& kept,
                                              const Block& of_step) const {
-        static_assert(Scores::kColTiles == 8, "a word of bits");
+        static_assert(!Score::kProgram || Scores::kColTiles == 8, "a word of bits");
         // Anew for each step: kept from one to the next, where entries begin would fill the
         // registers.
-        const Score& score = of_step.sees.score;
+        const AnyScore& score = of_step.sees.score;
         const Sees own{of_step.sees.mask,
                        Score(p, u32(opaque(int(score.batch))), u32(opaque(int(score.head))))};
         const Block at{own, of_step.first_j, of_step.first_i};

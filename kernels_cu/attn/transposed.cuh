@@ -58,7 +58,7 @@ template <class Scores> struct TransposedBlock {
     // Which pairs count, in a loop: no more elements of masks on their way than there are registers
     // for.
     __device__ __forceinline__ void see(Kept& kept) const {
-        static_assert(kM * kN == 8, "a word of bits");
+        static_assert(!Score::kProgram || kM * kN == 8, "a word of bits");
         u32 word = 0;
 #pragma unroll 1
         for (int first = 0; first < 8; first += 4) {
