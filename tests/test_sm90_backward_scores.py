@@ -87,7 +87,7 @@ def _plans():
                 yield (name, head_dim, causal), plan_of(problem_of(options, head_dim, causal))
     for names, head_dim in (
         (("bias",), 128), (("alibi_slopes",), 128), (("softcap", "bias"), 64),
-        (("softcap", "bias"), 128), (("softcap", "bias", "alibi_slopes"), 256),
+        (("softcap", "bias"), 128),
     ):  # fmt: skip
         problem = problem_of({k: x for n in names for k, x in ALONE[n].items()}, head_dim)
         yield (names, head_dim, "gradients"), plan_of(problem, gradients_of(problem))

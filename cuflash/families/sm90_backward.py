@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from .. import score_text
 from ..plan import CPP_TYPES, Plan, round_up
+from ..score import ordered
 from ..score_text import Options
 from . import sm90
 from .sm90 import NAME
@@ -50,9 +51,10 @@ SCORE_TILES = {
     128: Tile(64, 128),
     256: Tile(64, 64, 2, 1, wide=True),
 }
-# The same where the score reads so much that its addresses would not fit beside dk and dv of 128
-# keys (`crowded`).
+# The same where the score takes so much that it would not fit beside dk and dv of 128 keys
+# (`crowded`).
 CROWDED_TILES = {256: Tile(64, 64, 2, 1, wide=True)}
+LONG_SCORE = 12  # nodes of its expression
 # The same where dS needs one more fragment, for gradients of arrays beside a derivative.
 KEPT_TILES = {
     64: Tile(64, 128),
@@ -86,13 +88,18 @@ def tile_of(problem, options: Options | None = None) -> Tile:
 
 
 def crowded(options: Options, widest: int, band: bool) -> bool:
-    """Whether a score reads more than the tiles of 128 keys have registers for, as the compiler
-    says: arrays by computed indices, many grids, or one at each pair beside a band.
+    """Whether a score takes more than the tiles of 128 keys have registers for, as the compiler
+    says: arrays by computed indices, many grids; beside a band one at each pair, or a long function.
     """
     kinds = [arg.kind for arg in options.args]
-    by_pair = any(arg.kind == "grid" and all(arg.along) and arg.dtype != "bool"
-                  for arg in options.args)  # fmt: skip
-    return "free" in kinds or kinds.count("grid") > 2 or (band and by_pair and widest > 64)
+    if "free" in kinds or kinds.count("grid") > 2:
+        return True
+    if not band or widest <= 64 or options.program is None:
+        return False
+    by_pair = any(
+        arg.kind == "grid" and all(arg.along) and arg.dtype != "bool" for arg in options.args
+    )
+    return by_pair or len(ordered(options.program.value)) > LONG_SCORE
 
 
 def keeps_fragment(options: Options) -> bool:
