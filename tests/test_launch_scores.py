@@ -157,7 +157,7 @@ def test_launches_of_many_axes_number_their_batches(gpu_side):
     assert [fields["first_batch"] for _, _, fields in launch.log] == [0, 10, 20, 30, 40, 50]
 
 
-BACKWARDS = {"bwd_sm90": None, "bwd_portable": TILE}
+BACKWARDS = {"bwd_sm90_wide": None, "bwd_portable": TILE}
 
 
 @pytest.mark.parametrize("kernel", BACKWARDS)

@@ -190,7 +190,7 @@ def backward_plan(
     options = Options.of(problem, gradients=gradients)
     tile = tile or tile_of(problem, options)
     ordered = deterministic and need_dq
-    reducers = tile.reducers if ordered else 1
+    reducers = tile.reducers if ordered and tile.stages == 2 else 1  # a stage of q is a step
     dq_buffers = tile.dq_buffers if tile.wide and head_dim > 128 else 2
     smem = backward_smem(head_dim, head_dim_v, tile, need_dq, reducers, dq_buffers, options)
     columns = accum_columns(head_dim, tile)
