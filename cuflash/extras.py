@@ -26,6 +26,7 @@ class Extras:
     keep: float = 1.0  # probability that dropout keeps a weight, a multiple of 1/256
     seed: Any = None  # int or array of one
     first_batch: int = 0  # index b of the first batch entry
+    block_map: Any = None  # a blockmap.MapView
     called: Called | None = None  # on the CPU, in place of the program's value and visible
 
 

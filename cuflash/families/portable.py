@@ -129,6 +129,8 @@ def reject(problem, device, access) -> str | None:
     """Why this family cannot run the problem, or None."""
     if device.capability < 75:
         return f"it needs compute capability 7.5, the device has {device.capability / 10}"
+    if problem.block_map is not None:
+        return "its kernels do not compute block maps"
     return None
 
 

@@ -69,6 +69,7 @@ def reject(problem, device, access) -> str | None:
         "score or mask": problem.program is not None,
         "sinks": problem.sinks,
         "dropout": problem.dropout,
+        "block map": problem.block_map is not None,
     }
     if any(asked.values()):
         names = ", ".join(name for name, on in asked.items() if on)
