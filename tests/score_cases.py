@@ -12,7 +12,7 @@ from cuflash.reference_scores import Scores
 
 SCORES = (
     "softcap", "bias", "alibi_slopes", "mask", "q_lens", "kv_lens", "segments", "sinks",
-    "score_mod", "mask_mod", "dropout", "block_map",
+    "score_mod", "mask_mod", "dropout",
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def score_options(case):
     found = {}
     for name in case.scores:
         found |= {n: np.asarray(x) if isinstance(x, np.integer) else x
-                  for n, x in drawn[name].items()}  # fmt: skip
+                  for n, x in drawn.get(name, {}).items()}  # fmt: skip
     if "block_map" in case.scores:
         found["block_map"] = random_map(rng, grid, Scores(grid, 0, found).visible())
     return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from conftest import CUPY
 from dense import visible
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_cases import block_sums, check, random_map, run, to_home
-from strategies import Case
+from score_cases import SCORES, block_sums, check, random_map, run, to_home
+from strategies import Case, cases
 
 import cuflash
 from cuflash import reference
@@ -97,8 +100,6 @@ CASE = Case(300, 520, 16, 8, 4, 2, (2,), (2,), (2,))
 @pytest.mark.parametrize("band", (dict(), dict(causal=True), dict(window=(100, 30))))
 def test_hides_what_it_says(home, dtype, block, band):
     """out, lse and the gradients, with no other mask: a pair counts if its block is not empty."""
-    from dataclasses import replace
-
     case = replace(CASE, dtype=dtype, **band)
     kinds = RNG.integers(0, 3, (2, 1, *(-(-n // x) for n, x in zip((300, 520), block))))
     check(home, case, options=dict(block_map=cuflash.BlockMap(kinds, block)))
@@ -126,6 +127,20 @@ def test_with_its_own_masks(home, data):
     check(home, case, arrays, mapped)
     (again, *_), _ = run(home, case, arrays, mapped)
     assert np.allclose(out, again, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+# On a GPU each example builds kernels of its own.
+@settings(max_examples=max(1, settings.default.max_examples // (3 if CUPY is None else 12)))
+@given(data=st.data())
+def test_beside_other_options(home, dtype, data):
+    """Two options or more and any band beside a random map: out, lse and every gradient."""
+    case = data.draw(cases(dtypes=(dtype,), lengths=(1, 40, 129, 300), values=("normal",)))
+    names = data.draw(st.lists(st.sampled_from(SCORES), min_size=2, max_size=4, unique=True))
+    if dtype == "float16":  # sums over many pairs whose delta was rounded to 16 bits
+        names = [name for name in names if name != "alibi_slopes"]
+    case = replace(case, scores=(*names, "block_map"), strides=("packed",) * 5, tile=None)
+    check(home, case)
 
 
 @pytest.mark.parametrize("block", ((128, 128), (32, 48)))
