@@ -27,6 +27,7 @@ class MapView(NamedTuple):
 
     kinds: Any  # (*batch, Hq, query blocks, key blocks), by strides
     owner: BlockMap
+    index: tuple = ()  # of further axes in front, in a launch for some of a batch
 
     @property
     def block(self):
@@ -34,7 +35,7 @@ class MapView(NamedTuple):
 
     def at(self, index) -> MapView:
         """For some of the leading axes."""
-        return self._replace(kinds=self.kinds[index])
+        return self._replace(kinds=self.kinds[index], index=(*self.index, *index))
 
 
 class BlockMap:

@@ -17,13 +17,14 @@ from . import jit
 from . import launch_steps as steps
 from .families import choose, sm90
 from .launch_backward import backward
+from .launch_block_map import block_kinds, list_rest, list_words
 from .launch_extras import Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import Plan, round_up
 from .score_text import Options
 from .tensormap import Encoder, unfit
 
-__all__ = ["backward", "explain", "forward", "merge", "plans_of"]
+__all__ = ["backward", "block_kinds", "explain", "forward", "merge", "plans_of"]
 
 MAX_COMBINE_BLOCKS = 65536  # each loops over its rows
 MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 bits
@@ -66,6 +67,7 @@ def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
         0,  # stats_pitch and lse_threshold: of the statistics pass
         0.0,
         *operands.rest(problem, options, forward=True),
+        *list_rest(problem, plan, operands),
     )
 
 
@@ -158,7 +160,7 @@ def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     tile : a family's Tile, optional
         In place of the one that would be chosen; it chooses its family.
     extras : Extras, optional
-        What the problem's program, sinks and dropout read.
+        What the problem's program, sinks, dropout and block map read.
 
     Raises
     ------
@@ -189,7 +191,8 @@ def _forward(problem, arrays, operands, tile) -> None:
         arrays = (*steps.pack_narrow(problem, q, k, v), out, lse)
         starts = steps.starts_of(arrays)
     if not mapped:
-        step.launch(device_id, *starts, 0, *operands.words(options))
+        lists = list_words(problem, step.plan, operands)
+        step.launch(device_id, *starts, 0, *operands.words(options), *lists)
         return
     place = _ticket(device_id) if ticket else 0
     step.launch(device_id, *starts[2:], place, mapped=[starts[n] for n in mapped])

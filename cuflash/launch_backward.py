@@ -18,6 +18,7 @@ import numpy as np
 from . import launch_gradients as gradients
 from . import launch_steps as steps
 from .families import choose, portable
+from .launch_block_map import list_rest, list_words
 from .launch_extras import Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import ITEM_BYTES, Plan, round_up
@@ -93,6 +94,7 @@ def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int, op
         stats_pitch,
         LSE_THRESHOLD[problem.dtype],
         *operands.rest(problem, options, forward=True),
+        *list_rest(problem, plan, operands),
     )
 
 
@@ -143,6 +145,7 @@ def _main_step(
         *steps.all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
         *values,
         *operands.rest(problem, options, forward=False),
+        *list_rest(problem, plan, operands, backward=True),
     )
 
 
@@ -223,7 +226,7 @@ def backward(
     tile : families' Tile, optional
         In place of the one the family would choose for the main kernel.
     extras : Extras, optional
-        What the problem's program, sinks and dropout read.
+        What the problem's program, sinks, dropout and block map read.
     dargs : sequence of cupy.ndarray or None, optional
         Gradients of the program's arguments, written fully: shaped as the argument, with an axis of
         1 where a grid's entries are shared.
@@ -343,8 +346,11 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays, operands, by_s
     dout, q, k, v, out, lse, dlse, dq, dk, dv = steps.starts_of(a)
     kernels.delta.launch(device_id, out, dout, lse, dlse, stats)
     words = operands.words(Options.of(problem, stats=True))
+    words = (*words, *list_words(problem, kernels.stats.plan, operands))
     kernels.stats.launch(device_id, q, k, v, 0, lse, stats, *words)
-    written = (dk, dv, accum, flags, ticket, stats, *operands.words(kernels.options))
+    words = operands.words(kernels.options)
+    words = (*words, *list_words(problem, kernels.main.plan, operands, backward=True))
+    written = (dk, dv, accum, flags, ticket, stats, *words)
     if kernels.main.encoders:
         kernels.main.launch(device_id, q, k, dout, *written, mapped=(q, k, v, dout))
     else:

@@ -171,6 +171,14 @@ TABLES = {
         ("x_strides", "strides"),
         *_SHAPE,
     ],
+    "block_map": [
+        ("kinds", "out"),
+        *_SHAPE,
+        *_BAND,
+        ("map_block_q", "i32"),
+        ("map_block_k", "i32"),
+        ("num_key_blocks", "u32"),
+    ],
     "combine": [
         ("outs", "in"),
         ("lses", "in"),

@@ -26,6 +26,8 @@ ELEMENTS = {
     "float64": "double",
 }
 
+MAP_UNIT = 128
+
 # Without any option. What would take part in arithmetic is never called.
 PLAIN = """\
 using Accum = AccumOf<Plan::Element>;
@@ -63,6 +65,7 @@ class Options:
     sinks: bool = False
     dropout: bool = False
     gradients: tuple[Gradient, ...] = ()  # those that are asked for
+    map_block: tuple[int, int] | None = None  # of a block map that visible() looks at
     # Scores are scaled, and statistics of rows count from there, whatever else is known of them.
     scaled: bool = False
 
@@ -71,8 +74,12 @@ class Options:
         """Those of a problem. The statistics pass has no use for dropout, but its rows' maxima are
         of scaled scores where the backward kernel's are.
         """
-        scaled = problem.program is not None or problem.sinks or problem.dropout
-        return cls(problem.program, problem.sinks, problem.dropout and not stats, gradients, scaled)
+        block = problem.block_map
+        # Blocks of kernels divide MAP_UNIT: a block of such a map is never met in part.
+        block = block if block and any(size % MAP_UNIT for size in block) else None
+        scaled = problem.program is not None or problem.sinks or problem.dropout or bool(block)
+        dropout = problem.dropout and not stats
+        return cls(problem.program, problem.sinks, dropout, gradients, block, scaled)
 
     def __bool__(self) -> bool:
         return self.scaled
@@ -84,6 +91,7 @@ class Options:
             names = ", ".join(arg.name for arg in program.args) or "the indices alone"
             found.append(f"a function of {names}")
             found += ["hidden keys, pair by pair"] if program.visible is not None else []
+        found += ["a block map, pair by pair"] if self.map_block else []
         found += ["sinks"] if self.sinks else []
         found += ["dropout"] if self.dropout else []
         return "; ".join(found)
@@ -118,6 +126,8 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
         if options.args[n].kind == "grid":
             found += [(f"sums{n}_strides", "strides")]
+    if options.map_block:
+        found += [("map_kinds", "in"), ("map_kinds_strides", "strides")]
     # backward's table has it for dk
     return (*found, ("scale", "f64")) if forward else tuple(found)
 
@@ -140,15 +150,12 @@ def text(options: Options) -> str:
         return PLAIN
     program = options.program
     args = options.args
-    parts = [*_constants(options), *_start(args), *_accessors(args)]
+    parts = [*_constants(options), *_start(options), *_accessors(args)]
     value = ["return s;"] if program is None else _body(program.value)
     parts += _function("Accum value(Accum s, int i, int j)", value)
     slope = ["return 1;"] if program is None else _body(program.derivative)
     parts += _function("Accum derivative(Accum s, int i, int j)", slope)
-    seen = ["return true;"]
-    if program is not None and program.visible is not None:
-        seen = _body(program.visible)
-    parts += _function("bool visible(int i, int j)", seen)
+    parts += _visible(options)
     parts += _function("Accum sink()", _sink(options))
     parts += _function("Accum keep_scale()", _keep_scale(options))
     parts += _function("Dropout dropout()", _dropout(options))
@@ -163,7 +170,7 @@ def _constants(options):
     needs = any(depends(program.gradients[g.number][2], "s") for g in options.gradients)
     flags = {
         "kProgram": True,
-        "kHides": program is not None and program.visible is not None,
+        "kHides": _masks(options) or options.map_block is not None,
         "kUnit": unit,
         "kKeepsScore": needs,
         "kSinks": options.sinks,
@@ -177,8 +184,28 @@ def _function(head, body):
     return [f"__device__ __forceinline__ {head} const {{", *("    " + line for line in body), "}"]
 
 
-def _start(args):
+def _masks(options):
+    return options.program is not None and options.program.visible is not None
+
+
+def _visible(options):
+    """What the masks let through, and the block map where its blocks are met in part."""
+    lines, expression = [], "true"
+    if _masks(options):
+        lines, expression = render(options.program.visible, SYMBOLS)
+    if options.map_block is None:
+        return _function("bool visible(int i, int j)", [*lines, f"return {expression};"])
+    rows, keys = options.map_block
+    strides = "p.map_kinds_strides"
+    place = f"i64(i / {rows}) * {strides}.row + i64(j / {keys}) * {strides}.col"
+    allowed = _function("bool allowed(int i, int j)", [f"return map_start[{place}] != 0;"])
+    seen = [*lines, f"return allowed(i, j) & ({expression});"]
+    return allowed + _function("bool visible(int i, int j)", seen)
+
+
+def _start(options):
     """Where this head's arrays begin."""
+    args = options.args
     fields = ["const Params& p;", "const u32 batch, head;"]
     inits = ["p(params)", "batch(of_batch)", "head(of_head)"]
     for n, arg in enumerate(args):
@@ -189,6 +216,12 @@ def _start(args):
                 f"start{n}(head_start<const {element}>(params.arg{n}, params.arg{n}_strides, "
                 "params.batch_sizes, of_batch, of_head))"
             )
+    if options.map_block:
+        fields.append("const unsigned char* map_start;")
+        inits.append(
+            "map_start(head_start<const unsigned char>(params.map_kinds, params.map_kinds_strides, "
+            "params.batch_sizes, of_batch, of_head))"
+        )
     return [
         *fields,
         "__device__ __forceinline__ Score(const Params& params, u32 of_batch, u32 of_head)",
