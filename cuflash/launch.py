@@ -71,7 +71,7 @@ def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
     )
 
 
-def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
+def _sm90_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
     blocks, heads = _work(problem, plan)
     work, grid = blocks * heads, min(blocks * heads, device.num_sms)
     if work + 2 * grid > MAX_WORK:  # what blocks count up to before they stop
@@ -87,6 +87,7 @@ def _sm90_step(problem, device, plan, q, k, v, out, lse) -> Step:
         work,
         *steps.band_values(problem),
         steps.scale_log2(problem),
+        *list_rest(problem, plan, operands),
         encoders=(
             Encoder(q, sm90.WARPGROUP_ROWS),
             Encoder(k, plan["kBlockN"]),
@@ -111,12 +112,13 @@ def _prepare(problem, device, arrays, operands, tile=None):
     family, rejections = choose(problem, device, access, "forward", tile)
     plan = family.forward_plan(problem, device, access, tile=tile)
     if family is sm90:
-        step = _sm90_step(problem, device, plan, *read, out, lse)
+        step = _sm90_step(problem, device, plan, operands, *read, out, lse)
     else:
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
-    uneven = problem.band is not None or problem.seqlen_q % plan["kBlockM"] != 0
+    uneven = problem.band is not None or problem.block_map is not None
+    uneven = uneven or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
     return _Forward(step, packed, mapped, ticket, Options.of(problem)), family, rejections
@@ -190,12 +192,12 @@ def _forward(problem, arrays, operands, tile) -> None:
     if packed:
         arrays = (*steps.pack_narrow(problem, q, k, v), out, lse)
         starts = steps.starts_of(arrays)
+    lists = list_words(problem, step.plan, operands)
     if not mapped:
-        lists = list_words(problem, step.plan, operands)
         step.launch(device_id, *starts, 0, *operands.words(options), *lists)
         return
     place = _ticket(device_id) if ticket else 0
-    step.launch(device_id, *starts[2:], place, mapped=[starts[n] for n in mapped])
+    step.launch(device_id, *starts[2:], place, *lists, mapped=[starts[n] for n in mapped])
 
 
 def _ticket(device_id: int) -> int:

@@ -2,6 +2,7 @@
 // hand them out, load them and look through their values.
 #pragma once
 #include "attn/band.cuh"
+#include "attn/block_map.cuh"
 #include "attn/mask.cuh"
 #include "attn/work.cuh"
 #include "ptx/mbarrier.cuh"
@@ -42,7 +43,9 @@ static_assert(Plan::kQSlots == 1 || Plan::kQSlots == kPieceSlots, "a piece's que
 inline constexpr int kQPlaces = Plan::kQSlots * kConsumers;
 inline constexpr int kNumBarriers = 4 + 2 * kQPlaces + 5 * Plan::kStages;
 inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
-static_assert(kPieces + 96 + 1024 == Plan::kSmemBytes, "families/sm90.py's sum is this one");
+inline constexpr int kPieceBytes = Plan::kBlockMap ? 128 : 96;
+static_assert(kPieces + kPieceBytes + 1024 == Plan::kSmemBytes,
+              "families/sm90.py's sum is this one");
 
 // A piece of work: kBlockM queries of one head. No more work: first_row is negative.
 struct Piece {
@@ -54,9 +57,15 @@ struct Piece {
     __device__ __forceinline__ u32 number() const { return state & ~kExact; }
     __device__ __forceinline__ bool exact() const { return state >= kExact; }
 
-    // The blocks of keys that `rows` rows of queries see, from the piece's row `row` on.
+    __device__ __forceinline__ BlockList list(const Params& p) const {
+        if constexpr (Plan::kBlockMap) return list_of(p, batch, head, first_row / Plan::kBlockM);
+        return {nullptr};
+    }
+    // The blocks of keys that `rows` rows of queries see, from the piece's row `row` on; with a block
+    // map the places in the piece's list.
     __device__ __forceinline__ BlockRange keys(const Params& p, int row = 0,
                                                int rows = Plan::kBlockM) const {
+        if constexpr (Plan::kBlockMap) return list(p).range();
         const int first = first_row + row, last = min_of(first + rows, p.seqlen_q) - 1;
         return band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, Plan::kBlockN,
                                        p.seqlen_k);
@@ -113,6 +122,10 @@ struct Shared {
     // The blocks of keys that the slot's piece sees.
     __device__ __forceinline__ SharedValue<BlockRange> range(int slot) const {
         return {base + kPieces + 64 + 16 * slot};
+    }
+    // With a block map, the list of the slot's piece.
+    __device__ __forceinline__ SharedValue<const int*> list(int slot) const {
+        return {base + kPieces + 96 + 16 * slot};
     }
     // Not zero: the slot's piece must be computed again.
     __device__ __forceinline__ u32 failed(int slot) const { return base + kPieces + 48 + 4 * slot; }
@@ -194,6 +207,21 @@ struct Producer {
         v_cursor.next();
     }
 
+    // Each entry of the list is read before the wait for the block in front of it.
+    __device__ __forceinline__ void load_listed(const Loader& loader, const BlockList& list,
+                                                int count) {
+        int block = list.block(count - 1);
+        int next = list.block(max_of(count - 2, 0));
+        load_k(loader, block);
+#pragma unroll 1
+        for (int place = count - 1; place > 0; --place) {
+            const int after = list.block(max_of(place - 2, 0));
+            load_k(loader, next), load_v(loader, block);
+            block = next, next = after;
+        }
+        load_v(loader, block);
+    }
+
     __device__ __forceinline__ Piece piece_of(u32 index) const {
         Work<1> work(index, p.num_blocks, p.num_heads, p.section, p.num_sectioned, p.num_work);
         const int block = Plan::kBand ? int(p.num_blocks) - 1 - work.block : work.block;
@@ -205,6 +233,7 @@ struct Producer {
         piece.state = (piece.state & Piece::kExact) | number;
         smem.piece(pieces.stage).set(piece);
         smem.range(pieces.stage).set(piece.keys(p));
+        if constexpr (Plan::kBlockMap) smem.list(pieces.stage).set(piece.list(p).row);
         mbarrier_arrive(smem.piece_full(pieces.stage));
         pieces.next();
     }
@@ -246,6 +275,10 @@ struct Producer {
             const Loader loader(p, piece, p.group);
             const BlockRange range = piece.keys(p);
             if (range.begin >= range.end) continue;
+            if constexpr (Plan::kBlockMap) {
+                load_listed(loader, piece.list(p), range.end);
+                continue;
+            }
             load_k(loader, range.end - 1);
 #pragma unroll 1
             for (int n = range.end - 1; n > range.begin; --n)
@@ -271,6 +304,12 @@ struct Pieces {
         const BlockRange range = smem.range(cursor.stage).get();
         return {uniform(range.begin), uniform(range.full_begin), uniform(range.full_end),
                 uniform(range.end)};
+    }
+    // The block at a place of the range.
+    __device__ __forceinline__ int block_at(int place) const {
+        if constexpr (Plan::kBlockMap)
+            return BlockList{smem.list(cursor.stage).get()}.block(place);
+        return place;
     }
     // False when there is no more.
     __device__ __forceinline__ bool wait() const {

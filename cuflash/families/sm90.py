@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import block_lists
 from ..plan import CPP_TYPES, Plan, round_up
+from ..score_text import Options
 
 NAME = "sm90"
 DIRECTIONS = ("forward",)
@@ -47,6 +49,15 @@ FORWARD_TILES = {
     (256, 256): ({512: Tile(128, 64, 2, lazy=True), MANY: _WIDE}, {MANY: _WIDE}),
 }
 
+# With a block map, whose blocks of 128 x 128 or more are met whole: for any number of keys.
+MAP_TILES = {
+    (64, 64): Tile(128, 128, 3, late=True, turns=True),
+    (128, 128): Tile(128, 128, 2, late=True),
+    (192, 128): Tile(128, 128, 2, q_slots=1),
+    (192, 192): _WIDE,
+    (256, 256): _WIDE,
+}
+
 # Registers a thread of the producer and of the consumers, by the number of consumer warpgroups: all
 # of an SM's 65,536 divided.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
@@ -69,7 +80,7 @@ def reject(problem, device, access) -> str | None:
         "score or mask": problem.program is not None,
         "sinks": problem.sinks,
         "dropout": problem.dropout,
-        "block map": problem.block_map is not None,
+        "block maps in parts": Options.of(problem).map_block is not None,
     }
     if any(asked.values()):
         names = ", ".join(name for name, on in asked.items() if on)
@@ -83,10 +94,13 @@ def reject(problem, device, access) -> str | None:
 
 def forward_tile(problem) -> Tile:
     """The table's tile for a problem."""
+    table = FORWARD_TILES if problem.block_map is None else MAP_TILES
     rows = (
-        row for (dim, dim_v), row in FORWARD_TILES.items()
+        row for (dim, dim_v), row in table.items()
         if problem.head_dim <= dim and problem.head_dim_v <= dim_v
     )
+    if problem.block_map is not None:
+        return next(rows)
     tiles = next(rows)[problem.band is None]
     return tiles[min(keys for keys in tiles if problem.seqlen_k <= keys)]
 
@@ -108,7 +122,8 @@ def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
 
     def total(q_slots, held):
         barriers = 8 * (4 + 2 * q_slots * groups + 5 * tile.stages)
-        return groups * panel * held + ring + round_up(barriers, 16) + 96 + 1024
+        pieces = 96 if problem.block_map is None else 128
+        return groups * panel * held + ring + round_up(barriers, 16) + pieces + 1024
 
     for slots in range(tile.q_slots, 0, -1):
         for held in range(panels_v, 0, -1):
@@ -154,11 +169,20 @@ def forward_plan(problem, device, access, *, tile: Tile | None = None) -> Plan:
         ("kLate", tile.late),
         ("kTurns", tile.turns),
         ("kLazy", tile.lazy and problem.band is not None),
-        ("kSkip", tile.skip and problem.band is not None),
+        ("kSkip", tile.skip and problem.band is not None and problem.block_map is None),
+        ("kBlockMap", problem.block_map is not None),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),
         ("kSmemBytes", smem),
         ("kStoreBytes", access.store_bytes),
     )
     products = ((tile.block_n, False, False), (head_dim_v, True, True))
-    return Plan("fwd_sm90", "forward_sm90", 128 * (consumers + 1), smem, constants, products)
+    return Plan(
+        "fwd_sm90",
+        "forward_sm90",
+        128 * (consumers + 1),
+        smem,
+        constants,
+        products,
+        operands=block_lists.rows(problem),
+    )

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan import CPP_TYPES, Plan, round_up
-from .sm90 import NAME, reject
-
-__all__ = ["DIRECTIONS", "NAME", "Tile", "backward_plan", "reject", "takes", "tile_of"]
+from . import sm90
+from .sm90 import NAME
 
 DIRECTIONS = ("backward",)
+
+
+def reject(problem, device, access) -> str | None:
+    """Why this family cannot run the problem, or None."""
+    if problem.block_map is not None:
+        return "its kernels do not walk along block maps"
+    return sm90.reject(problem, device, access)
 
 
 @dataclass(frozen=True)
