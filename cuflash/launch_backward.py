@@ -110,9 +110,10 @@ def _main_step(
     # Blocks that take turns at the rows of one head follow each other at the distance of a turn,
     # with no slack: what delays one delays all behind it. Blocks in flight that belong to several
     # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, and
-    # counts on neighbours being of one head.)
+    # counts on neighbours being of one head, but not with a block map.)
     hopper = plan.params == "backward_sm90"
-    turns = plan["kDeterministic"] and plan["kNeedDq"] and not hopper
+    turns = plan["kDeterministic"] and plan["kNeedDq"]
+    turns = turns and (not hopper or problem.block_map is not None)
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     values = (
         *steps.shape_values(problem, blocks),
@@ -132,6 +133,7 @@ def _main_step(
             *steps.all_strides(problem, a.q, a.k, a.dout, a.dk, a.dv),
             *values,
             min(blocks, device.num_sms),  # attn/backward_sm90.cuh: turns
+            *list_rest(problem, plan, operands, backward=True),
             encoders=(
                 Encoder(a.q, block_m),
                 Encoder(a.k, block_n),

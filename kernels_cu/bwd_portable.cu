@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     int place = backward.range().get().begin, stage = 0;
     bool more = place < backward.range().get().end;
     if constexpr (Plan::kBlockMap) {
-        while (backward.head < backward.end_head() && backward.list(backward.head).is_empty())
+        while (backward.head < backward.end_head() && backward.list(backward.head).count() == 0)
             ++backward.head;
         place = 0, more = backward.head < backward.end_head();
     }

@@ -156,7 +156,7 @@ struct BackwardBlock {
             return place + 1 == range.end;
         } else {
             u32 on = place + 1 == range.end;
-            while (on > 0 && head + on < end_head() && list(head + on).is_empty()) ++on;
+            while (on > 0 && head + on < end_head() && list(head + on).count() == 0) ++on;
             return on;
         }
     }

@@ -134,9 +134,9 @@ struct KeyOwner : Consumer {
         }
         for (; walk.left > 0; walk.next()) {
             if (walk.masked())
-                step<Plan::kBand || Plan::kTail>(dk, dv, walk.m);
+                step<Plan::kBand || Plan::kTail>(dk, dv, walk.block());
             else
-                step<false>(dk, dv, walk.m);
+                step<false>(dk, dv, walk.block());
         }
         finish(dk, dv);
     }

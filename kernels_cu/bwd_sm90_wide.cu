@@ -115,9 +115,9 @@ struct WeightHalf : Half {
             wgmma_wait_group<0>();
             for (; walk.left > 0; walk.next()) {
                 if (walk.masked())
-                    step<Plan::kBand || Plan::kTail>(s, dv, walk.m, walk.left == 1);
+                    step<Plan::kBand || Plan::kTail>(s, dv, walk.block(), walk.left == 1);
                 else
-                    step<false>(s, dv, walk.m, walk.left == 1);
+                    step<false>(s, dv, walk.block(), walk.left == 1);
             }
         }
         consumers_sync();  // nobody reads k and v any more
@@ -205,9 +205,9 @@ struct DsHalf : Half {
             wgmma_wait_group<0>();
             for (; walk.left > 0; walk.next()) {
                 if (walk.masked())
-                    step<Plan::kBand || Plan::kTail>(dp, dk, walk.m, walk.left == 1);
+                    step<Plan::kBand || Plan::kTail>(dp, dk, walk.block(), walk.left == 1);
                 else
-                    step<false>(dp, dk, walk.m, walk.left == 1);
+                    step<false>(dp, dk, walk.block(), walk.left == 1);
             }
         }
         consumers_sync();  // nobody reads k and v any more

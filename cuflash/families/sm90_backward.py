@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import block_lists
 from ..plan import CPP_TYPES, Plan, round_up
-from . import sm90
-from .sm90 import NAME
+from .sm90 import NAME, reject
+
+__all__ = ["DIRECTIONS", "NAME", "Tile", "backward_plan", "reject", "takes", "tile_of"]
 
 DIRECTIONS = ("backward",)
-
-
-def reject(problem, device, access) -> str | None:
-    """Why this family cannot run the problem, or None."""
-    if problem.block_map is not None:
-        return "its kernels do not walk along block maps"
-    return sm90.reject(problem, device, access)
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,7 @@ def backward_plan(
         ("kScaleSign", (problem.scale > 0) - (problem.scale < 0)),
         ("kBand", problem.band is not None),
         ("kTail", problem.band is None and tail),
+        ("kBlockMap", problem.block_map is not None),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
@@ -125,4 +121,7 @@ def backward_plan(
         (head_dim if tile.block_m == 128 else 64, False, True),
     )
     kernel = "bwd_sm90_wide" if tile.wide else "bwd_sm90"
-    return Plan(kernel, "backward_sm90", THREADS, smem, constants, products)
+    operands = block_lists.rows(problem)
+    return Plan(
+        kernel, "backward_sm90", THREADS, smem, constants, products, operands=operands
+    )

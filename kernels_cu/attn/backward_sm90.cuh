@@ -23,6 +23,10 @@
 // but never beyond p.turn_group tickets, which is at most the number of SMs: all of a group run at
 // once before any of them waits for ever. With a band ranges are staggered by themselves, and
 // tickets are in the order of the turns.
+//
+// With a block map blocks of queries are places in a list for each head (attn/block_map.cuh). Tickets
+// are in the order of the turns, which are counted among the blocks of keys that visit the same
+// queries; without turns the lists begin at different blocks.
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -33,6 +37,7 @@
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
 #include "band.cuh"
+#include "block_map.cuh"
 #include "mask.cuh"
 #include "score.cuh"
 #include "stats.cuh"
@@ -133,6 +138,10 @@ struct Shared {
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {barrier(kNumBarriers)};
     }
+    // In its place with a block map.
+    __device__ __forceinline__ SharedValue<GroupLists> lists() const {
+        return {barrier(kNumBarriers)};
+    }
     __device__ __forceinline__ void init() const {
         for (int n = 0; n < 6; ++n) mbarrier_init(barrier(n), n == 2 || n == 3 ? 4 : 1);
         for (int n = 0; n < Plan::kStages; ++n) {
@@ -158,7 +167,8 @@ template <int kStages> struct Cursor {
 
 __device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
     Work<1> work(index, p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned);
-    if constexpr (kOrdered && Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
+    if constexpr (kOrdered && (Plan::kBand || Plan::kBlockMap))
+        work.block = int(p.num_blocks) - 1 - work.block;
     return work;
 }
 
@@ -213,12 +223,12 @@ __device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, int m)
 
 // The order in which a block of keys meets its blocks of queries: from one of them round to where it
 // began, once for each query head of the group.
-struct Walk {
+struct RangeWalk {
     const Shared& smem;
     int m;
     int left;  // steps over all heads
 
-    __device__ __forceinline__ Walk(const Params& p, const Shared& shared, const Work<1>& w)
+    __device__ __forceinline__ RangeWalk(const Params& p, const Shared& shared, const Work<1>& w)
         : smem(shared) {
         const BlockRange range = smem.range().get();
         m = Plan::kBand ? range.begin : Place(p, w).start(p);
@@ -234,19 +244,59 @@ struct Walk {
         const BlockRange range = smem.range().get();
         return m >= range.full_end || m < range.full_begin;
     }
+    __device__ __forceinline__ int block() const { return m; }
 };
+// The same along a block map's lists. Consumers hardly ever ask which block it is.
+struct ListWalk {
+    const Shared& smem;
+    int place = 0;
+    int left = 0;
+    u32 head = 0;  // of the group
+
+    __device__ __forceinline__ ListWalk(const Params& p, const Shared& shared, const Work<1>&)
+        : smem(shared) {
+        for (; head < p.group; ++head) left += list().count();
+        head = 0;
+        if (left > 0) enter();
+    }
+    __device__ __forceinline__ BlockList list() const { return smem.lists().get().of(head); }
+    // The first head from here on whose list has blocks.
+    __device__ __forceinline__ void enter() {
+        while (list().count() == 0) ++head;
+        place = 0;
+    }
+    __device__ __forceinline__ void next() {
+        if (--left > 0 && ++place == list().count()) ++head, enter();
+    }
+    __device__ __forceinline__ bool masked() const {
+        if constexpr (!Plan::kBand && !Plan::kTail) return false;
+        return place >= list().range().full_end;
+    }
+    __device__ __forceinline__ int block() const { return list().block(place); }
+};
+using Walk = Select<Plan::kBlockMap, ListWalk, RangeWalk>::type;
+
+__device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, const RangeWalk& walk) {
+    return turn_of(p, w, walk.m);
+}
+__device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>&, const ListWalk& walk) {
+    return walk.list().turn(walk.place, p.num_m_blocks);
+}
 // Counts the heads of a walk.
 struct HeadCounter {
     int steps, until_next;
     u32 head;
 
     __device__ __forceinline__ HeadCounter(const Shared& smem, u32 first) : head(first) {
+        if constexpr (Plan::kBlockMap) return;
         const BlockRange range = smem.range().get();
         steps = until_next = range.end - range.begin;
     }
     __device__ __forceinline__ void next() {
-        if (--until_next == 0) ++head, until_next = steps;
+        if (!Plan::kBlockMap && --until_next == 0) ++head, until_next = steps;
     }
+    __device__ __forceinline__ u32 of(const RangeWalk&) const { return head; }
+    __device__ __forceinline__ u32 of(const ListWalk& walk) const { return head + walk.head; }
 };
 
 // ---- producer ----------------------------------------------------------------------------------
@@ -275,8 +325,8 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& smem, con
     HeadCounter heads(smem, w.head * p.group);
 #pragma unroll 1
     for (bool first = true; walk.left > 0; walk.next(), heads.next(), first = false) {
-        const int m = walk.m;
-        const u32 head = heads.head;
+        const int m = walk.block();
+        const u32 head = heads.of(walk);
         const float* stats = static_cast<const float*>(p.stats) +
                              i64(w.batch * p.num_heads + head) * 3 * p.stats_pitch +
                              i64(m) * Plan::kBlockM;
@@ -308,8 +358,8 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
     HeadCounter heads(smem, w.batch * p.num_heads + w.head * p.group);
 #pragma unroll 1
     for (Walk walk(p, smem, w); walk.left > 0; walk.next(), heads.next()) {
-        const int m = walk.m;
-        const i64 head = heads.head;
+        const int m = walk.block();
+        const i64 head = heads.of(walk);
         float* const accum = static_cast<float*>(p.dq_accum) + head * p.accum_pitch +
                              i64(m) * (Plan::kBlockM / 16 * Plan::kAccumTiles * 128);
         u32* const flag = static_cast<u32*>(p.flags) + head * p.num_m_blocks + m;
@@ -320,7 +370,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
             phases[buffer] ^= 1;
             if constexpr (kOrdered)
                 if (part == 0) {
-                    const u32 turn = turn_of(p, w, m);
+                    const u32 turn = turn_of(p, w, walk);
                     while (load_relaxed(flag) != turn) {}
                 }
             // The rows of a warp, 16 each, are contiguous, and so are all where they are whole.
@@ -341,7 +391,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
         mbarrier_arrive(smem.dq_empty((kDqParts - 1) % 2));
         if constexpr (kOrdered) {
             bulk_wait_all();
-            store_release(flag, turn_of(p, w, m) + 1);
+            store_release(flag, turn_of(p, w, walk) + 1);
         }
     }
     bulk_wait_all();

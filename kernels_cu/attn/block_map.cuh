@@ -15,7 +15,7 @@ struct BlockList {
         const int total = row[0], partial = row[1];
         return {0, 0, total - partial, total};
     }
-    __device__ __forceinline__ bool is_empty() const { return row[0] == 0; }
+    __device__ __forceinline__ int count() const { return row[0]; }
     __device__ __forceinline__ int block(int place) const { return row[kHead + place]; }
     // By search: for what hardly ever happens.
     __device__ __forceinline__ bool has(int block) const {
@@ -27,6 +27,14 @@ struct BlockList {
     __device__ __forceinline__ u32 turn(int place, u32 num_blocks) const {
         return u32(row[kHead + int(num_blocks) + place]);
     }
+};
+
+// One block's lists for each query head of a group.
+struct GroupLists {
+    const int* first;
+    i64 stride;
+
+    __device__ __forceinline__ BlockList of(u32 head) const { return {first + head * stride}; }
 };
 
 // Where the lists of a head begin. A template, since only plans with kBlockMap have such fields.
@@ -47,4 +55,8 @@ __device__ __forceinline__ const int* even_lists(const P& p, u32 batch) {
 template <class P>
 __device__ __forceinline__ BlockList list_at(const P& p, const int* even, u32 head, int block) {
     return {even + i64(head) * p.lists_strides.head + i64(block) * p.lists_strides.row};
+}
+template <class P>
+__device__ __forceinline__ GroupLists group_lists(const P& p, u32 batch, u32 kv_head, int block) {
+    return {list_of(p, batch, kv_head * p.group, block).row, p.lists_strides.head};
 }
