@@ -31,6 +31,7 @@ class Cut(NamedTuple):
     block_n: int
     band: tuple[int, int] | None  # (lo, hi)
     masked: bool  # whether masks are looked at in partial blocks of the map
+    spread: bool = False  # whether lists begin at different blocks, so that sums do not meet
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -62,10 +63,12 @@ def lists(xp, kinds, block, cut: Cut, backward: bool):
         counts = xp.flip(xp.cumsum(xp.flip(visited, -1), axis=-1, dtype=xp.int32), -1)
         turns = (counts - visited).swapaxes(-1, -2)
         visited, whole = visited.swapaxes(-1, -2), whole.swapaxes(-1, -2)
-    count = visited.shape[-1]
-    # Full blocks, then partial ones, then those that are not visited: each in its own order.
-    place = xp.where(whole, 0, xp.where(visited, 1, 2)) * count + xp.arange(count)
-    order = (xp.sort(place, axis=-1) % max(1, count)).astype(xp.int32)
+    rows, count = visited.shape[-2:]
+    start = xp.arange(rows)[:, None] * (count if cut.spread else 0) // rows
+    # Full blocks, then partial ones, then those that are not visited: each in order from `start` on.
+    place = xp.where(whole, 0, xp.where(visited, 1, 2)) * count
+    place = place + (xp.arange(count) - start) % count
+    order = ((xp.sort(place, axis=-1) % count + start) % count).astype(xp.int32)
     total = visited.sum(axis=-1, keepdims=True, dtype=xp.int32)
     partial = total - whole.sum(axis=-1, keepdims=True, dtype=xp.int32)
     parts = [total, partial, order]

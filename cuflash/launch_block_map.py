@@ -31,7 +31,7 @@ class _Made(NamedTuple):
     event: Any
 
 
-def cut_of(problem, plan) -> Cut:
+def cut_of(problem, plan, backward=False) -> Cut:
     """How a plan's kernel cuts a problem."""
     band, program = problem.band, problem.program
     return Cut(
@@ -41,6 +41,7 @@ def cut_of(problem, plan) -> Cut:
         plan["kBlockN"],
         None if band is None else (band.lo, band.hi),
         program is not None and program.visible is not None,
+        backward and not (plan["kDeterministic"] and plan["kNeedDq"]),
     )
 
 
@@ -52,7 +53,7 @@ def list_words(problem, plan, operands, backward=False) -> tuple[int, ...]:
     view = operands.block_map
     if view is None:
         return ()
-    cut = cut_of(problem, plan)
+    cut = cut_of(problem, plan, backward)
     array = _lists(view.owner, cut, backward)
     strides = _strides(view, cut, backward)
     skipped = sum(n * stride for n, stride in zip(view.index, strides))
@@ -64,7 +65,7 @@ def list_rest(problem, plan, operands, backward=False) -> list[int]:
     view = operands.block_map
     if view is None:
         return []
-    strides = _strides(view, cut_of(problem, plan), backward)[len(view.index) :]
+    strides = _strides(view, cut_of(problem, plan, backward), backward)[len(view.index) :]
     return [0] * (BATCH_DIMS - len(problem.batch)) + strides
 
 

@@ -127,12 +127,12 @@ struct KeyOwner : Consumer {
         dk.fill(0);
         dv.fill(0);
         Walk walk(p, smem, work);
-        if (walk.left > 0) {
+        if (walk.more() > 0) {
             mbarrier_wait(smem.k_full(), 0);
             if constexpr (Plan::kBand) find_in_k();
             mbarrier_wait(smem.v_full(), 0);
         }
-        for (; walk.left > 0; walk.next()) {
+        for (; walk.more() > 0; walk.next()) {
             if (walk.masked())
                 step<Plan::kBand || Plan::kTail>(dk, dv, walk.block());
             else

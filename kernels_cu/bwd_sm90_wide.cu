@@ -105,7 +105,7 @@ struct WeightHalf : Half {
         Walk walk(p, smem, work);
         ValueGrad dv;
         dv.fill(0);
-        if (walk.left > 0) {
+        if (walk.more() > 0) {
             mbarrier_wait(smem.k_full(), 0);
             if constexpr (Plan::kBand) find_in_k();
             Scores s;
@@ -113,11 +113,11 @@ struct WeightHalf : Half {
             wgmma_fence();
             start_scores(s, 0);
             wgmma_wait_group<0>();
-            for (; walk.left > 0; walk.next()) {
+            for (; walk.more() > 0; walk.next()) {
                 if (walk.masked())
-                    step<Plan::kBand || Plan::kTail>(s, dv, walk.block(), walk.left == 1);
+                    step<Plan::kBand || Plan::kTail>(s, dv, walk.block(), walk.last());
                 else
-                    step<false>(s, dv, walk.block(), walk.left == 1);
+                    step<false>(s, dv, walk.block(), walk.last());
             }
         }
         consumers_sync();  // nobody reads k and v any more
@@ -191,7 +191,7 @@ struct DsHalf : Half {
         Walk walk(p, smem, work);
         KeyGrad dk;
         dk.fill(0);
-        if (walk.left > 0) {
+        if (walk.more() > 0) {
             if constexpr (Plan::kBand) {
                 mbarrier_wait(smem.k_full(), 0);
                 find_in_k();
@@ -203,11 +203,11 @@ struct DsHalf : Half {
             wgmma_fence();
             start_dp(dp, 0);
             wgmma_wait_group<0>();
-            for (; walk.left > 0; walk.next()) {
+            for (; walk.more() > 0; walk.next()) {
                 if (walk.masked())
-                    step<Plan::kBand || Plan::kTail>(dp, dk, walk.block(), walk.left == 1);
+                    step<Plan::kBand || Plan::kTail>(dp, dk, walk.block(), walk.last());
                 else
-                    step<false>(dp, dk, walk.block(), walk.left == 1);
+                    step<false>(dp, dk, walk.block(), walk.last());
             }
         }
         consumers_sync();  // nobody reads k and v any more

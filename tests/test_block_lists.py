@@ -32,7 +32,7 @@ def maps(draw):
     rng = np.random.default_rng(draw(st.integers(0, 999)))
     chances = draw(st.sampled_from(((1, 1, 1), (8, 1, 1), (1, 1, 8))))
     kinds = rng.choice(3, shape, p=np.array(chances) / sum(chances)).astype(np.uint8)
-    return kinds, block, Cut(*lengths, *tile, band, draw(st.booleans()))
+    return kinds, block, Cut(*lengths, *tile, band, draw(st.booleans()), draw(st.booleans()))
 
 
 def brute(kinds, block, cut):
@@ -53,6 +53,12 @@ def brute(kinds, block, cut):
     return visited, whole
 
 
+def round_from(start, flags):
+    """Where flags are set, from `start` on and round."""
+    found = np.flatnonzero(flags).tolist()
+    return [n for n in found if n >= start] + [n for n in found if n < start]
+
+
 @given(maps())
 def test_lists_against_brute_force(case):
     """Every block that must be visited, no other; those that need no look first; turns without gaps
@@ -70,14 +76,16 @@ def test_lists_against_brute_force(case):
         visited, whole = brute(kinds[head], block, cut)
         for m, (total, partial, *blocks) in enumerate(forward[head].tolist()):
             full = total - partial
-            assert blocks[:full] == np.flatnonzero(whole[m] & inside_k).tolist()
-            assert blocks[full:total] == np.flatnonzero(visited[m] & ~(whole[m] & inside_k)).tolist()
+            start = m * columns // rows if cut.spread else 0
+            assert blocks[:full] == round_from(start, whole[m] & inside_k)
+            assert blocks[full:total] == round_from(start, visited[m] & ~(whole[m] & inside_k))
         whole &= inside_q[:, None] & inside_k
         for n, (total, partial, *rest) in enumerate(backward[head].tolist()):
             blocks, turns = rest[:total], rest[rows : rows + total]
             full = total - partial
-            assert blocks[:full] == np.flatnonzero(whole[:, n]).tolist()
-            assert blocks[full:] == np.flatnonzero(visited[:, n] & ~whole[:, n]).tolist()
+            start = n * rows // columns if cut.spread else 0
+            assert blocks[:full] == round_from(start, whole[:, n])
+            assert blocks[full:] == round_from(start, visited[:, n] & ~whole[:, n])
             assert turns == [visited[m, n + 1 :].sum() for m in blocks]
 
 

@@ -244,29 +244,37 @@ struct RangeWalk {
         const BlockRange range = smem.range().get();
         return m >= range.full_end || m < range.full_begin;
     }
+    // More than 0 while there is a step. As a bool it would cost the assembler 2 % more code.
+    __device__ __forceinline__ int more() const { return left; }
+    __device__ __forceinline__ bool last() const { return left == 1; }
     __device__ __forceinline__ int block() const { return m; }
 };
 // The same along a block map's lists. Consumers hardly ever ask which block it is.
 struct ListWalk {
+    const Params& p;
     const Shared& smem;
     int place = 0;
-    int left = 0;
     u32 head = 0;  // of the group
 
-    __device__ __forceinline__ ListWalk(const Params& p, const Shared& shared, const Work<1>&)
-        : smem(shared) {
-        for (; head < p.group; ++head) left += list().count();
-        head = 0;
-        if (left > 0) enter();
+    __device__ __forceinline__ ListWalk(const Params& params, const Shared& shared, const Work<1>&)
+        : p(params), smem(shared) {
+        skip_empty(head);
     }
-    __device__ __forceinline__ BlockList list() const { return smem.lists().get().of(head); }
-    // The first head from here on whose list has blocks.
-    __device__ __forceinline__ void enter() {
-        while (list().count() == 0) ++head;
-        place = 0;
+    __device__ __forceinline__ BlockList list_of(u32 n) const { return smem.lists().get().of(n); }
+    __device__ __forceinline__ BlockList list() const { return list_of(head); }
+    // On to a head whose list has blocks.
+    __device__ __forceinline__ void skip_empty(u32& n) const {
+        while (n < p.group && list_of(n).count() == 0) ++n;
+    }
+    __device__ __forceinline__ int more() const { return head < p.group; }
+    __device__ __forceinline__ bool last() const {
+        if (place + 1 < list().count()) return false;
+        u32 next = head + 1;
+        skip_empty(next);
+        return next == p.group;
     }
     __device__ __forceinline__ void next() {
-        if (--left > 0 && ++place == list().count()) ++head, enter();
+        if (++place == list().count()) ++head, place = 0, skip_empty(head);
     }
     __device__ __forceinline__ bool masked() const {
         if constexpr (!Plan::kBand && !Plan::kTail) return false;
@@ -318,13 +326,13 @@ __device__ __forceinline__ void load_k(const Params& p, const Shared& smem, cons
 
 __device__ __forceinline__ void produce(const Params& p, const Shared& smem, const Work<1>& w) {
     Walk walk(p, smem, w);
-    if (walk.left == 0) return;
+    if (walk.more() == 0) return;
     load_k(p, smem, w);
     Cursor<Plan::kStages> q;
     Cursor<Plan::kStagesV> dout;
     HeadCounter heads(smem, w.head * p.group);
 #pragma unroll 1
-    for (bool first = true; walk.left > 0; walk.next(), heads.next(), first = false) {
+    for (bool first = true; walk.more() > 0; walk.next(), heads.next(), first = false) {
         const int m = walk.block();
         const u32 head = heads.of(walk);
         const float* stats = static_cast<const float*>(p.stats) +
@@ -357,7 +365,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
     u32 phases[2] = {0, 0};
     HeadCounter heads(smem, w.batch * p.num_heads + w.head * p.group);
 #pragma unroll 1
-    for (Walk walk(p, smem, w); walk.left > 0; walk.next(), heads.next()) {
+    for (Walk walk(p, smem, w); walk.more() > 0; walk.next(), heads.next()) {
         const int m = walk.block();
         const i64 head = heads.of(walk);
         float* const accum = static_cast<float*>(p.dq_accum) + head * p.accum_pitch +
