@@ -16,6 +16,8 @@ import numpy as np
 from dense import visible
 from strategies import DTYPES, Case
 
+import cuflash
+
 PORTABLE = tuple(
     Case(*lengths, *dims, *heads, dtype=dtype, **band)
     for dtype in DTYPES
@@ -49,6 +51,12 @@ HOPPER = tuple(
     )
 )
 CASES = PORTABLE + HOPPER
+# Random block maps, whose blocks kernels meet whole on Hopper, in part elsewhere.
+MAPS = tuple(
+    Case(300, 520, dim, dim, 4, 2, (2,), (2,), (2,), dtype=dtype, scores=("block_map",), **band)
+    for dim, dtype in ((64, "float16"), (128, "bfloat16"), (256, "bfloat16"), (40, "float32"))
+    for band in ({}, dict(causal=True))
+)
 
 # The ways a case is differentiated, beside the ordered one with all gradients.
 _UNORDERED = dict(deterministic=False)
@@ -80,6 +88,20 @@ def sanitize(home, case):
         differentiate(home, case, arrays, **way)
 
 
+def map_of(case):
+    """Blocks that Hopper's kernels meet whole where they run."""
+    lengths = case.seqlen_q, case.seqlen_k
+    block = (40, 64) if case.dtype == "float32" else (128, 128)
+    shape = (case.num_heads, *(-(-n // size) for n, size in zip(lengths, block)))
+    return cuflash.BlockMap(np.random.default_rng(case.head_dim).integers(0, 3, shape), block)
+
+
+def sanitize_map(home, case):
+    from score_cases import check
+
+    check(home, case, options=dict(block_map=map_of(case)))
+
+
 def main():
     from conftest import CUPY, NO_GPU
 
@@ -89,6 +111,9 @@ def main():
     for number, case in enumerate(CASES, 1):
         print(f"{number}/{len(CASES)} {case}", flush=True)
         sanitize(CUPY, case)
+    for number, case in enumerate(MAPS, 1):
+        print(f"map {number}/{len(MAPS)} {case}", flush=True)
+        sanitize_map(CUPY, case)
     return 0
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from test_compile import Point, check, compile_all, known_architectures, score_programs
 
 from cuflash import jit
-from cuflash.families import portable
+from cuflash.families import Access, device_of, portable, sm90, sm90_backward
 
 # With the map's block: one that kernels' blocks divide, one that they meet in part.
 WHOLE, CUT = (128, 128), (96, 64)
@@ -47,6 +48,25 @@ def test_kernels_with_maps_build_clean(nvrtc):
         if point.capability in known_architectures(nvrtc):
             arch = jit.architecture(*divmod(point.capability, 10))
             jobs.append((f"{point}, {block}, {name}", plan, arch))
+    check(compile_all(jobs))
+
+
+def test_hopper_kernels_with_maps_build_clean(nvrtc):
+    """Every width, mask and order; blocks of kernels divide those of the map."""
+    jobs, device, access = [], device_of(90), Access(16, 16)
+    for dim, mask in itertools.product((64, 128, 192, 256), ("band", "tail", "whole")):
+        point = Point(90, "bfloat16", (dim, min(dim, 128 if dim == 192 else dim)), mask, 16, "hopper")
+        problem = replace(point.problem(), block_map=WHOLE)
+        plans = [sm90.forward_plan(problem, device, access)]
+        plans += [
+            sm90_backward.backward_plan(
+                problem, device, access, need_dq=True, need_dkv=True, deterministic=deterministic
+            )
+            for deterministic in (True, False)
+        ]
+        for plan in plans:
+            assert plan["kBlockMap"] and 128 % plan["kBlockM"] == 128 % plan["kBlockN"] == 0
+            jobs.append((f"{point}: {plan}", plan, "sm_90a"))
     check(compile_all(jobs))
 
 
