@@ -65,8 +65,8 @@ def lists(xp, kinds, block, cut: Cut, backward: bool):
         visited, whole = visited.swapaxes(-1, -2), whole.swapaxes(-1, -2)
     rows, count = visited.shape[-2:]
     start = xp.arange(rows)[:, None] * (count if cut.spread else 0) // rows
-    # Full blocks, then partial ones, then those that are not visited: each in order from `start` on.
-    place = xp.where(whole, 0, xp.where(visited, 1, 2)) * count
+    # Full blocks, then partial ones, then those that are not visited, each from `start` on.
+    place = (2 - whole.astype(xp.int32) - visited.astype(xp.int32)) * count
     place = place + (xp.arange(count) - start) % count
     order = ((xp.sort(place, axis=-1) % count + start) % count).astype(xp.int32)
     total = visited.sum(axis=-1, keepdims=True, dtype=xp.int32)
@@ -89,8 +89,8 @@ def kernel_kinds(xp, kinds, block, cut: Cut, backward: bool):
     when nothing in it is looked at.
     """
     spans = [
-        _spans(xp, length, size, own)
-        for length, size, own in zip((cut.seqlen_q, cut.seqlen_k), (cut.block_m, cut.block_n), block)
+        _spans(xp, cut.seqlen_q, cut.block_m, block[0]),
+        _spans(xp, cut.seqlen_k, cut.block_n, block[1]),
     ]
     met = kinds != 0
     open_ = kinds == 2 if cut.masked else met
@@ -114,7 +114,7 @@ def _count(xp, flags, spans):
     counts = flags.astype(xp.int32)
     for axis, (first, last) in zip((-2, -1), spans):
         counts = xp.cumsum(counts, axis=axis, dtype=xp.int32)
-        before = xp.where(first > 0, 1, 0)
+        before = (first > 0).astype(xp.int32)
         shape = (-1, 1) if axis == -2 else (-1,)
         upto = xp.take(counts, xp.maximum(first - 1, 0), axis=axis) * before.reshape(shape)
         counts = xp.take(counts, last, axis=axis) - upto
@@ -134,7 +134,7 @@ def _band(xp, cut: Cut, backward: bool):
     inside = first_j + cut.block_n <= cut.seqlen_k
     inside = inside & ((first_i + cut.block_m <= cut.seqlen_q) if backward else (first_i >= 0))
     if cut.band is None:
-        return inside | True, inside
+        return xp.ones_like(inside), inside
     lo, hi = cut.band
     in_band = (last_j >= first_i + lo) & (first_j <= last_i + hi)
     return in_band, inside & (first_j >= last_i + lo) & (last_j <= first_i + hi)

@@ -18,7 +18,7 @@ from . import launch_steps as steps
 from .families import choose, sm90
 from .launch_backward import backward
 from .launch_block_map import block_kinds, list_rest, list_words
-from .launch_extras import Operands
+from .launch_extras import NONE, Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import Plan, round_up
 from .score_text import Options
@@ -71,7 +71,7 @@ def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
     )
 
 
-def _sm90_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
+def _sm90_step(problem, device, plan, q, k, v, out, lse, operands=NONE) -> Step:
     blocks, heads = _work(problem, plan)
     work, grid = blocks * heads, min(blocks * heads, device.num_sms)
     if work + 2 * grid > MAX_WORK:  # what blocks count up to before they stop
@@ -112,7 +112,7 @@ def _prepare(problem, device, arrays, operands, tile=None):
     family, rejections = choose(problem, device, access, "forward", tile)
     plan = family.forward_plan(problem, device, access, tile=tile)
     if family is sm90:
-        step = _sm90_step(problem, device, plan, operands, *read, out, lse)
+        step = _sm90_step(problem, device, plan, *read, out, lse, operands)
     else:
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)

@@ -25,8 +25,8 @@
 // and the long full middle are one loop. With a band, blocks of queries run from the last to the
 // first, the longest first, over sections of heads whose keys fit in L2 together (attn/work.cuh).
 //
-// With a block map the range is one of places in the block's list (attn/block_map.cuh), and masks are
-// looked at in the places at its end only.
+// With a block map the range is one of places in the block's list (attn/block_map.cuh), and masks
+// are looked at in the places at its end only.
 //
 // With kStats the kernel writes, in place of out, the row's maximum and sum (attn/stats.cuh) for
 // the rows whose lse is so large that float rounding of it would spoil exp(s - lse) in backward;
@@ -359,7 +359,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
             __syncthreads();
             const int next = place - (Plan::kStages - 1);
             if (next >= range.begin)
-                forward.load_kv(forward.block_at(next), (stage + Plan::kStages - 1) % Plan::kStages);
+                forward.load_kv(forward.block_at(next),
+                                (stage + Plan::kStages - 1) % Plan::kStages);
             cp_async_commit_group();
         }
         const bool masked = (Score::kHides && !Plan::kBlockMap) || place >= range.full_end ||

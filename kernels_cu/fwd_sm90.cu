@@ -44,8 +44,8 @@
 // these move (Softmax::update_late). Should that go out of range, or an output not be finite for
 // whatever reason, the piece fails and comes again, in exact steps only.
 //
-// With a block map a piece has a list of blocks: n counts its places, and those that need a look pair
-// by pair come first (attn/block_map.cuh). Late steps begin behind the first full block.
+// With a block map a piece has a list of blocks: n counts its places, and those that need a look
+// pair by pair come first (attn/block_map.cuh). Late steps begin behind the first full block.
 //
 // The output leaves by a tensor map, 16 rows of a warp at a time, while the warp goes on: by way of
 // registers it kept a warpgroup 1,400 cycles a piece at D = 64, 2,000 at 128 and 3,300 at 256, in
@@ -86,8 +86,8 @@
 using Scores = Fragment<float, 1, Plan::kBlockN / 8>;
 using Output = Fragment<float, 1, Plan::kHeadDimV / 8>;
 
-// Whether steps before the full blocks look at single pairs. Without a band or a map the only block
-// that needs it is the first.
+// Whether steps before the full blocks look at single pairs. Without a band or a map only the first
+// does.
 inline constexpr bool kMaskedSteps = Plan::kBand || (Plan::kBlockMap && Plan::kTail);
 
 struct Consumer {

@@ -61,8 +61,8 @@ struct Piece {
         if constexpr (Plan::kBlockMap) return list_of(p, batch, head, first_row / Plan::kBlockM);
         return {nullptr};
     }
-    // The blocks of keys that `rows` rows of queries see, from the piece's row `row` on; with a block
-    // map the places in the piece's list.
+    // The blocks of keys that `rows` rows of queries see, from the piece's row `row` on; with a
+    // block map the places in the piece's list.
     __device__ __forceinline__ BlockRange keys(const Params& p, int row = 0,
                                                int rows = Plan::kBlockM) const {
         if constexpr (Plan::kBlockMap) return list(p).range();

@@ -145,7 +145,8 @@ def view_of(cupy, problem, kinds, block):
 def rows_at(fields, place, count, length):
     """What a kernel finds of one head: `place` is (*batch axes, head)."""
     strides = fields["lists_strides"]
-    start = fields["lists"] + 4 * sum(n * s for n, s in zip((0,) * (4 - len(place)) + place, strides))
+    index = (0,) * (4 - len(place)) + place
+    start = fields["lists"] + 4 * sum(n * stride for n, stride in zip(index, strides))
     assert strides[4:] == [length, 1]
     memory = (ctypes.c_int32 * (count * length)).from_address(start)
     return np.array(memory).reshape(count, length)
@@ -155,8 +156,8 @@ def rows_at(fields, place, count, length):
 @pytest.mark.parametrize("batch", ((2,), (3, 2), (2, 1, 3, 2)))
 @pytest.mark.parametrize("band", (None, Band(-300, 0)))
 def test_where_a_launch_finds_lists(host, own, batch, band):
-    """Through the strides of the parameters, for each entry of a batch and each head, in the launches
-    of a batch of more axes than a kernel takes, too.
+    """Through the strides of the parameters, for each entry of a batch and each head, in the
+    launches of a batch of more axes than a kernel takes, too.
     """
     cupy, launch, _ = host
     block = (128, 128)
@@ -198,6 +199,35 @@ def test_backward_has_lists_of_its_own(host):
             shape = want.shape[-2:]
             assert np.array_equal(rows_at(fields, (0, head), *shape), want[head])
     assert not plans["delta"][0].operands and not plans["cast"][0].operands
+
+
+@pytest.mark.parametrize("deterministic", (True, False))
+def test_hopper_walks_too(host, deterministic):
+    """Its kernels find their lists, by the tiles that divide the map's blocks."""
+    cupy, launch, _ = host
+    problem = problem_of(length=300, keys=500, batch=(2,), block_map=(128, 256))
+    kinds = np.random.default_rng(3).integers(0, 3, (2, 2, 3, 2)).astype(np.uint8)
+    extras = view_of(cupy, problem, kinds, (128, 256))
+    q, k, v, out, lse = arrays_of(cupy, problem)
+    launch.forward(problem, q, k, v, out, lse, extras=extras)
+    launch.backward(problem, out, q, k, v, out, lse, None, q, k, v, deterministic, extras=extras)
+    plans = {plan.kernel: (plan, fields) for plan, _, fields in launch.log if plan}
+    for name, backward in (("fwd_sm90", False), ("bwd_sm90", True)):
+        plan, fields = plans[name]
+        assert 128 % plan["kBlockM"] == 0 and 128 % plan["kBlockN"] == 0
+        spread = backward and not deterministic
+        cut = Cut(300, 500, plan["kBlockM"], plan["kBlockN"], None, False, spread)
+        want = block_lists.lists(np, kinds, (128, 256), cut, backward)
+        for place in np.ndindex(2, 2):
+            assert np.array_equal(rows_at(fields, place, *want.shape[-2:]), want[place])
+
+
+def test_hopper_leaves_maps_in_parts(host):
+    cupy, launch, _ = host
+    problem = problem_of(length=300, keys=500, block_map=(64, 128))
+    extras = view_of(cupy, problem, np.ones((5, 4), np.uint8), (64, 128))
+    launch.forward(problem, *arrays_of(cupy, problem), extras=extras)
+    assert launch.log[-1][0].kernel == "fwd_portable"
 
 
 def test_blocks_that_kernels_cut(host):

@@ -55,7 +55,8 @@ def test_hopper_kernels_with_maps_build_clean(nvrtc):
     """Every width, mask and order; blocks of kernels divide those of the map."""
     jobs, device, access = [], device_of(90), Access(16, 16)
     for dim, mask in itertools.product((64, 128, 192, 256), ("band", "tail", "whole")):
-        point = Point(90, "bfloat16", (dim, min(dim, 128 if dim == 192 else dim)), mask, 16, "hopper")
+        dims = (dim, 128 if dim == 192 else dim)
+        point = Point(90, "bfloat16", dims, mask, 16, "hopper")
         problem = replace(point.problem(), block_map=WHOLE)
         plans = [sm90.forward_plan(problem, device, access)]
         plans += [

@@ -24,9 +24,9 @@
 // once before any of them waits for ever. With a band ranges are staggered by themselves, and
 // tickets are in the order of the turns.
 //
-// With a block map blocks of queries are places in a list for each head (attn/block_map.cuh). Tickets
-// are in the order of the turns, which are counted among the blocks of keys that visit the same
-// queries; without turns the lists begin at different blocks.
+// With a block map blocks of queries are places in a list for each head (attn/block_map.cuh).
+// Tickets are in the order of the turns, which are counted among the blocks of keys that visit the
+// same queries; without turns the lists begin at different blocks.
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/mbarrier.cuh"

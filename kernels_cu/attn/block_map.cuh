@@ -1,5 +1,5 @@
-// A block map's lists: which blocks a block visits, in place of a range. cuflash/block_lists.py makes
-// them, and says what is in a row.
+// A block map's lists: which blocks a block visits, in place of a range. cuflash/block_lists.py
+// makes them, and says what is in a row.
 #pragma once
 #include "../tile/rows.cuh"
 #include "band.cuh"
