@@ -18,8 +18,9 @@
 // Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]);
 // at the end the same bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte
 // pieces | the addresses of k and v, the range of keys, the block's work, with a block map the
-// address of its list. With kDirect there is no room for the first two: q, k and v are read from global memory (tile/direct_tile.cuh), and the
-// ring's steps only keep the warps together, so that they find each other's reads in L1.
+// address of its list. With kDirect there is no room for the first two: q, k and v are read from
+// global memory (tile/direct_tile.cuh), and the ring's steps only keep the warps together, so that
+// they find each other's reads in L1.
 //
 // Schedule: keys run from the last visible block to the first, so that the masked ends of the range
 // and the long full middle are one loop. With a band, blocks of queries run from the last to the
