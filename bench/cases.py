@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .scores import DOCUMENTS
+from .scores import DOCUMENTS, MAP_BLOCK, map_kinds
 
 _TOKENS = 16384  # batch * seqlen of the GPU tables: the convention of the FlashAttention papers
 _WIDTH = 2048  # heads * head_dim, likewise
@@ -67,6 +67,8 @@ class Case:
         rows, keys = self.seqlen, self.seqlen_k or self.seqlen
         if self.option == "segments":
             return int((np.bincount(np.arange(rows) * DOCUMENTS // rows) ** 2).sum())
+        if self.option.endswith(" map"):
+            return int(np.count_nonzero(map_kinds(self.option, rows))) * MAP_BLOCK**2
         if self.option == "lengths":
             return rows * (keys - keys // 8)
         if not self.causal:
@@ -122,6 +124,12 @@ def _scores(way):
     return [*cases, Case(way, "gpu", "bfloat16", 2, 16, 8192, 128, True, left=1023)]
 
 
+def _maps(way):
+    """Block maps of whole blocks, beside the same call without."""
+    names = ("", "banded map", "document map", "random map")
+    return [Case(way, "gpu", "bfloat16", 1, 16, 16384, 128, option=name) for name in names]
+
+
 def _wide():
     """The dtypes that tensor cores of 16 bits do not serve."""
     return [
@@ -151,6 +159,7 @@ SETS = {
     "bwd": _gpu("bwd"),
     "shapes": _shapes("fwd") + _shapes("bwd"),
     "scores": _scores("fwd") + _scores("bwd"),
+    "maps": _maps("fwd") + _maps("bwd"),
     "wide": _wide(),
     "host": _host(),
     "cpu": _cpu(),

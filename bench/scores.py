@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import numpy as np
 
+import cuflash
+
+MAP_BLOCK = 128  # queries and keys of a block of the maps
 DOCUMENTS = 12  # of a packed sequence, as equal as they get
 _CAP = 30.0
 
@@ -17,6 +20,22 @@ def _slopes(heads):
 
 def _documents(case):
     return (np.arange(case.seqlen) * DOCUMENTS // case.seqlen).astype(np.int32)
+
+
+def map_kinds(option, seqlen):
+    """The blocks of a map, full or empty, (blocks, blocks); KeyError for other options."""
+    count = seqlen // MAP_BLOCK
+    i, j = np.ogrid[:count, :count]
+    made = {
+        "banded map": lambda: abs(i - j) <= 8,
+        "document map": lambda: i * DOCUMENTS // count == j * DOCUMENTS // count,
+        "random map": lambda: np.random.default_rng(0).random((count, count)) < 0.25,
+    }
+    return 2 * made[option]()
+
+
+def _map(case, xp):
+    return {"block_map": cuflash.BlockMap(xp.asarray(map_kinds(case.option, case.seqlen)))}
 
 
 def _capped(s, b, h, i, j):
@@ -36,6 +55,9 @@ def options(case, xp):
         "lengths": lambda: {"kv_lens": xp.full(case.batch, rows - rows // 8, np.int32)},
         "segments": lambda: {"q_segment_ids": xp.asarray(_documents(case)[None])},
         "dropout": lambda: {"dropout_p": 0.125, "seed": 1},
+        "banded map": lambda: _map(case, xp),
+        "document map": lambda: _map(case, xp),
+        "random map": lambda: _map(case, xp),
     }
     found = made[case.option]()
     if case.option == "segments":

@@ -7,6 +7,7 @@ call that brings GPU arrays.
 
 from . import reference
 from .api import AttentionGrads, attention, attention_backward, attention_vjp
+from .blockmap import BlockMap, block_map
 from .philox import dropout_mask
 from .tools import compile, explain, merge
 from .varlen import attention_varlen, attention_varlen_vjp
@@ -15,11 +16,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGrads",
+    "BlockMap",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_vjp",
     "attention_vjp",
+    "block_map",
     "compile",
     "dropout_mask",
     "explain",

@@ -38,6 +38,7 @@ def attention(
     kv_lens=None,
     q_segment_ids=None,
     kv_segment_ids=None,
+    block_map=None,
     sinks=None,
     score_mod=None,
     mask_mod=None,
@@ -67,6 +68,7 @@ def attention(
         mask:      mask[..., i, j]
         lengths:   i < q_lens and j < kv_lens
         segments:  q_segment_ids[i] == kv_segment_ids[j]
+        block_map: the pair's block is not empty
         mask_mod:  mask_mod(b, h, i, j, *score_args)
 
     A query that sees no key gives out 0 and lse -inf (the sink when there is one). A key that a
@@ -105,6 +107,11 @@ def attention(
         Lengths inside L and S, broadcasting to the leading axes.
     q_segment_ids, kv_segment_ids : array (..., L), (..., S) of int, optional
         Equal ids see each other. With L = S one may stand for both.
+    block_map : BlockMap, optional
+        Which blocks of pairs are empty and skipped, and which are full, so that mask, mask_mod,
+        lengths and segment ids, which hide nothing there, need not be looked at; see
+        :func:`block_map`. Where a full block's promise is not kept, it is not defined which of the
+        hidden pairs count.
     sinks : array (Hq,) or (..., Hq), optional
         Any float dtype: the score of one more key, without a value.
     score_mod, mask_mod : callable, optional
@@ -184,6 +191,7 @@ def attention(
         or kv_lens is not None
         or q_segment_ids is not None
         or kv_segment_ids is not None
+        or block_map is not None
         or sinks is not None
         or score_mod is not None
         or mask_mod is not None

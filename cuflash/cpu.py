@@ -31,10 +31,11 @@ import numpy as np
 
 from . import cpu_scores
 from .cpu_backward import backward as plain_backward
+from .cpu_block_map import block_kinds
 from .cpu_rows import Queries, attend, row_parts, row_tasks, work_size
 from .cpu_tiles import heads_per_tile, run
 
-__all__ = ["backward", "forward", "merge"]
+__all__ = ["backward", "block_kinds", "forward", "merge"]
 
 
 def forward(problem, q, k, v, out, lse, extras=None):
@@ -51,7 +52,7 @@ def forward(problem, q, k, v, out, lse, extras=None):
     lse : ndarray or None
         (*batch, Hq, L), float32 (float64 for float64).
     extras : Extras, optional
-        Operands of the problem's program, sinks and dropout.
+        Operands of the problem's program, sinks, dropout and block map.
     """
     if extras is not None:
         cpu_scores.forward(problem, q, k, v, out, lse, extras)

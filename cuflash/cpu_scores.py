@@ -14,13 +14,16 @@ import math
 
 import numpy as np
 
+from .blockmap import EMPTY, FULL
 from .cpu_rows import work_size
-from .cpu_tiles import hidden_pairs, key_range, key_tiles, run, weighted_sum
+from .cpu_tiles import BLOCK_N, hidden_pairs, key_range, key_tiles, run, weighted_sum
 from .extras import NONE
 from .philox import kept
 from .score import evaluate
 
 _ROWS = 256
+# A block map's own blocks are the tiles where they are neither too small for NumPy nor too large.
+_MAP_SIZES = range(64, 513)
 
 
 class _Head:
@@ -28,7 +31,7 @@ class _Head:
 
     def __init__(self, problem, extras, place, h, q, k, v):
         self.problem, self.extras, self.h, self.place = problem, extras, h, (*place, h)
-        self.b = extras.first_batch + _flat(place, problem.batch)
+        self.b = extras.first_batch + flat_place(place, problem.batch)
         kv = (*place, h // problem.group)
         self.q, self.k, self.v = (x[at] for x, at in ((q, self.place), (k, kv), (v, kv)))
         self.sink = -np.inf if extras.sinks is None else float(extras.sinks[self.place])
@@ -37,11 +40,26 @@ class _Head:
         """The tiles with a visible pair past rows [begin, end)."""
         problem = self.problem
         q = self.q[begin:end].astype(np.float64)
-        for first, last in key_tiles(*key_range(problem.band, begin, end, problem.seqlen_k)):
-            tile = _Tile(self, begin, end, first, last)
+        keys = key_range(problem.band, begin, end, problem.seqlen_k)
+        for first, last in key_tiles(*keys, _tile_size(problem, 1, BLOCK_N)):
+            blocks = self.blocks(begin, end, first, last)
+            if blocks is not None and not blocks.any():
+                continue
+            tile = Tile(self, begin, end, first, last, blocks)
             if tile.hidden is None or not tile.hidden.all():
                 tile.score(q)
                 yield tile
+
+    def blocks(self, begin, end, first, last):
+        """The block map's kinds that rows [begin, end) and keys [first, last) meet, or None."""
+        block_map = self.extras.block_map
+        if block_map is None:
+            return None
+        rows, keys = (
+            slice(a // size, -(-b // size))
+            for a, b, size in zip((begin, first), (end, last), block_map.block)
+        )
+        return block_map.kinds[self.place][rows, keys]
 
     def softmax(self, begin, end, weigh=None):
         """Maximum and sum of the rows [begin, end); weigh(tile, weights, fade) sees each tile."""
@@ -58,10 +76,10 @@ class _Head:
         return top, total
 
 
-class _Tile:
-    """Rows [begin, end) by keys [first, last) of a head."""
+class Tile:
+    """Rows [begin, end) by keys [first, last) of a head; blocks: the kinds that it meets."""
 
-    def __init__(self, head, begin, end, first, last):
+    def __init__(self, head, begin, end, first, last, blocks=None):
         self.head, self.rows, self.keys = head, slice(begin, end), slice(first, last)
         self.env = {
             "b": head.b,
@@ -73,10 +91,22 @@ class _Tile:
         }
         self.shape = (end - begin, last - first)
         self.hidden = hidden_pairs(head.problem.band, begin, end, first, last)
-        seen = self.visible()
+        seen = None
+        if blocks is None or not (blocks == FULL).all():
+            seen = self.visible()
+        if blocks is not None and not blocks.all():
+            allowed = self.allowed(blocks)
+            seen = allowed if seen is None else seen & allowed
         if seen is not None:
             unseen = ~np.broadcast_to(seen, self.shape)
             self.hidden = unseen if self.hidden is None else self.hidden | unseen
+
+    def allowed(self, blocks):
+        """Which pairs lie in blocks that are not empty."""
+        size_q, size_k = self.head.problem.block_map
+        rows = np.arange(self.rows.start, self.rows.stop) // size_q
+        keys = np.arange(self.keys.start, self.keys.stop) // size_k
+        return blocks[(rows - rows[0])[:, None], keys - keys[0]] != EMPTY
 
     def visible(self):
         """What the options let be seen, or None for everything."""
@@ -128,12 +158,20 @@ class _Tile:
         return kept(seed, self.head.b, self.head.h, *at, extras.keep) / extras.keep
 
 
-def _flat(place, batch):
+def flat_place(place, batch):
     return int(np.ravel_multi_index(place, batch)) if batch else 0
 
 
-def _blocks(seqlen_q):
-    return [(begin, min(begin + _ROWS, seqlen_q)) for begin in range(0, seqlen_q, _ROWS)]
+def _blocks(problem):
+    rows = _tile_size(problem, 0, _ROWS)
+    return [
+        (begin, min(begin + rows, problem.seqlen_q)) for begin in range(0, problem.seqlen_q, rows)
+    ]
+
+
+def _tile_size(problem, axis, usual):
+    own = problem.block_map
+    return usual if own is None or own[axis] not in _MAP_SIZES else own[axis]
 
 
 def _sum(weights, rows, hidden):
@@ -165,7 +203,7 @@ def forward(problem, q, k, v, out, lse, extras):
             lse[rows] = (top + np.log(total))[:, 0]
 
     heads = [(p, h) for p in np.ndindex(problem.batch) for h in range(problem.num_heads)]
-    tasks = [(*head, *block) for head in heads for block in _blocks(problem.seqlen_q)]
+    tasks = [(*head, *block) for head in heads for block in _blocks(problem)]
     run(tasks, work, np.float64, work_size(problem))
 
 
@@ -183,7 +221,7 @@ def backward(problem, dout, q, k, v, out, dlse, grads, extras, dargs, dsinks):
         dv = np.zeros(v[keys].shape)
         for h in range(kv_head * problem.group, (kv_head + 1) * problem.group):
             head = _Head(problem, extras, place, h, q, k, v)
-            for begin, end in _blocks(problem.seqlen_q):
+            for begin, end in _blocks(problem):
                 rows = (*head.place, slice(begin, end))
                 dlse_rows = None if dlse is None else dlse[rows]
                 block = _Rows(head, begin, end, dout[rows], out[rows], dlse_rows)

@@ -76,10 +76,10 @@ def key_range(band, row_begin, row_end, seqlen_k):
     return max(0, row_begin + band.lo), min(seqlen_k, row_end + band.hi)
 
 
-def key_tiles(begin, end):
-    """[begin, end) cut at multiples of BLOCK_N, so that a key always falls into the same tile."""
+def key_tiles(begin, end, size=BLOCK_N):
+    """[begin, end) cut at multiples of size, so that a key always falls into the same tile."""
     while begin < end:
-        stop = min(begin - begin % BLOCK_N + BLOCK_N, end)
+        stop = min(begin - begin % size + size, end)
         yield begin, stop
         begin = stop
 

@@ -27,6 +27,7 @@ class Extras:
     seed: Any = None  # int or array of one
     first_batch: int = 0  # index b of the first batch entry
     packing: Any = None  # of packed sequences on the GPU: launch_packed.Packing
+    block_map: Any = None  # a blockmap.MapView
     called: Called | None = None  # on the CPU, in place of the program's value and visible
 
 

@@ -18,13 +18,14 @@ from . import launch_steps as steps
 from . import score_rows
 from .families import choose, sm90
 from .launch_backward import backward
-from .launch_extras import Operands
+from .launch_block_map import block_kinds, list_rest, list_words
+from .launch_extras import NONE, Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import Plan, round_up
 from .score_text import Options
 from .tensormap import Encoder, unfit
 
-__all__ = ["backward", "explain", "forward", "merge", "plans_of"]
+__all__ = ["backward", "block_kinds", "explain", "forward", "merge", "plans_of"]
 
 MAX_COMBINE_BLOCKS = 65536  # each loops over its rows
 MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 bits
@@ -67,6 +68,7 @@ def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
         0,  # stats_pitch and lse_threshold: of the statistics pass
         0.0,
         *operands.rest(problem, options, forward=True),
+        *list_rest(problem, plan, operands),
     )
 
 
@@ -90,6 +92,7 @@ def _sm90_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
         *steps.band_values(problem),
         steps.scale_log2(problem, score_rows.changes(options)),
         *operands.rest(problem, options, forward=True),
+        *list_rest(problem, plan, operands),
         encoders=(
             Encoder(q, sm90.WARPGROUP_ROWS),
             Encoder(k, plan["kBlockN"]),
@@ -121,7 +124,8 @@ def _prepare(problem, device, arrays, operands, tile=None):
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
-    uneven = problem.bounded or problem.seqlen_q % plan["kBlockM"] != 0
+    uneven = problem.bounded or problem.block_map is not None
+    uneven = uneven or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
     return _Forward(step, packed, mapped, ticket, Options.of(problem)), family, rejections
@@ -165,7 +169,7 @@ def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
     tile : a family's Tile, optional
         In place of the one that would be chosen; it chooses its family.
     extras : Extras, optional
-        What the problem's program, sinks and dropout read.
+        What the problem's program, sinks, dropout and block map read.
 
     Raises
     ------
@@ -195,12 +199,13 @@ def _forward(problem, arrays, operands, tile) -> None:
     if packed:
         arrays = (*steps.pack_narrow(problem, q, k, v), out, lse)
         starts = steps.starts_of(arrays)
+    lists = list_words(problem, step.plan, operands)
     if not mapped:
-        step.launch(device_id, *starts, 0, *operands.words(options))
+        step.launch(device_id, *starts, 0, *operands.words(options), *lists)
         return
     place = _ticket(device_id) if ticket else 0
     mapped = [starts[n] for n in mapped]
-    step.launch(device_id, *starts[2:], place, *operands.words(options), mapped=mapped)
+    step.launch(device_id, *starts[2:], place, *operands.words(options), *lists, mapped=mapped)
 
 
 def _ticket(device_id: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from . import launch_gradients as gradients
 from . import launch_steps as steps
 from .families import choose, portable, sm90_backward
+from .launch_block_map import list_rest, list_words
 from .launch_extras import Operands
 from .launch_steps import BATCH_DIMS, Step
 from .plan import ITEM_BYTES, Plan, round_up
@@ -95,6 +96,7 @@ def _stats_step(problem, plan: Plan, a: _Arrays, rows: int, stats_pitch: int, op
         stats_pitch,
         LSE_THRESHOLD[problem.dtype],
         *operands.rest(problem, options, forward=True),
+        *list_rest(problem, plan, operands),
     )
 
 
@@ -109,13 +111,15 @@ def _main_step(
     query_bytes = problem.group * problem.seqlen_q * row_bytes
     # Blocks that take turns at the rows of one head follow each other at the distance of a turn,
     # with no slack: what delays one delays all behind it. Blocks in flight that belong to several
-    # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead.)
+    # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, but
+    # not with a block map.)
     hopper = plan.params == "backward_sm90"
     turns = plan["kDeterministic"] and plan["kNeedDq"]
+    spread = hopper and problem.block_map is None
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
-    section = steps.section_values(problem, device, heads, query_bytes, turns and not hopper)
+    section = steps.section_values(problem, device, heads, query_bytes, turns and not spread)
     groups = [min(blocks, device.num_sms)] * 2
-    if hopper and turns and not problem.bounded:
+    if spread and turns and not problem.bounded:
         tile = tile or sm90_backward.tile_of(problem)
         size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads)
         section = [size, heads // size * size]
@@ -138,6 +142,7 @@ def _main_step(
             *values,
             *groups,
             *operands.rest(problem, options, forward=False),
+            *list_rest(problem, plan, operands, backward=True),
             encoders=(
                 Encoder(a.q, block_m),
                 Encoder(a.k, block_n),
@@ -151,6 +156,7 @@ def _main_step(
         *steps.all_strides(problem, a.q, a.k, a.v, a.dout, a.dk, a.dv),
         *values,
         *operands.rest(problem, options, forward=False),
+        *list_rest(problem, plan, operands, backward=True),
     )
 
 
@@ -235,7 +241,7 @@ def backward(
     tile : families' Tile, optional
         In place of the one the family would choose for the main kernel.
     extras : Extras, optional
-        What the problem's program, sinks and dropout read.
+        What the problem's program, sinks, dropout and block map read.
     dargs : sequence of cupy.ndarray or None, optional
         Gradients of the program's arguments, written fully: shaped as the argument, with an axis of
         1 where a grid's entries are shared.
@@ -357,8 +363,11 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays, operands, by_s
     dout, q, k, v, out, lse, dlse, dq, dk, dv = steps.starts_of(a)
     kernels.delta.launch(device_id, out, dout, lse, dlse, stats, flags)
     words = operands.words(Options.of(problem, stats=True))
+    words = (*words, *list_words(problem, kernels.stats.plan, operands))
     kernels.stats.launch(device_id, q, k, v, 0, lse, stats, *words)
-    written = (dk, dv, accum, flags, ticket, stats, *operands.words(kernels.options))
+    words = operands.words(kernels.options)
+    words = (*words, *list_words(problem, kernels.main.plan, operands, backward=True))
+    written = (dk, dv, accum, flags, ticket, stats, *words)
     if kernels.main.encoders:
         kernels.main.launch(device_id, q, k, dout, *written, mapped=(q, k, v, dout))
     else:

@@ -32,12 +32,15 @@ class Operands:
     first_batch: int = 0  # of all leading axes, where a call runs in several launches
     sums: dict = field(default_factory=dict)  # argument -> launch_gradients.Sums
     packing: Any = None  # of packed sequences
+    block_map: Any = None  # a blockmap.MapView
 
     @classmethod
     def of(cls, problem, extras) -> Operands:
         """Those of a call; numbers become words, sinks take the scores' dtype."""
         if not Options.of(problem):
-            return cls(packing=extras.packing) if problem.packed else NONE
+            if not problem.packed and problem.block_map is None:
+                return NONE
+            return cls(packing=extras.packing, block_map=extras.block_map)
         specs = () if problem.program is None else problem.program.args
         args = tuple(_operand(spec, x) for spec, x in zip(specs, extras.args, strict=True))
         sinks, seed, seed_array = extras.sinks, 0, None
@@ -51,8 +54,10 @@ class Operands:
                 if seed_array.itemsize != 8:
                     seed_array = seed_array.astype(np.int64)
         limit = min(max(round(extras.keep * STEPS_OF_KEEP), 1), STEPS_OF_KEEP)
-        first = extras.first_batch
-        return cls(args, sinks, seed, seed_array, limit, first, packing=extras.packing)
+        return cls(
+            args, sinks, seed, seed_array, limit, extras.first_batch, packing=extras.packing,
+            block_map=extras.block_map,
+        )  # fmt: skip
 
     def at(self, problem, index) -> Operands:
         """Those of one of the launches of `launch_steps.outer`, which are numbered by ``index``."""
@@ -68,6 +73,7 @@ class Operands:
             sinks=None if self.sinks is None else self.sinks[index],
             first_batch=self.first_batch + number * inner,
             sums={n: sums.at(index) for n, sums in self.sums.items()},
+            block_map=None if self.block_map is None else self.block_map.at(index),
         )
 
     @property
@@ -75,6 +81,8 @@ class Operands:
         """By the names of their rows."""
         found = {f"arg{n}": x for n, x in enumerate(self.args) if not isinstance(x, int)}
         found.update(sinks=self.sinks, seed=self.seed_array)
+        if self.block_map is not None:
+            found["block_map"] = self.block_map.kinds
         return {name: x for name, x in found.items() if x is not None}
 
     def paired(self, problem) -> tuple[int, ...]:
@@ -117,6 +125,8 @@ class Operands:
             found += [self.seed, 0 if self.seed_array is None else self.seed_array.data.ptr]
         for n in options.summed:
             found += self.sums[n].words()
+        if options.map_block:
+            found += [self.block_map.kinds.data.ptr]
         return found
 
     def rest(self, problem, options: Options, forward: bool) -> tuple | list:
@@ -142,6 +152,8 @@ class Operands:
             found += [sums.count]
             if options.args[n].kind == "grid":
                 found += [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides
+        if options.map_block:
+            found += steps.all_strides(problem, self.block_map.kinds)
         found += [problem.scale]
         if options.dropout and not forward:
             found += [STEPS_OF_KEEP / self.keep_limit]

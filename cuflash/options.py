@@ -14,6 +14,7 @@ from numbers import Real
 import numpy as np
 
 from .arrays import dtype_name
+from .blockmap import BlockMap
 from .checks import DTYPES, is_bool, is_int, show
 from .extras import Called, Extras
 from .philox import check_dropout, check_seed
@@ -29,6 +30,7 @@ DEFAULTS = {
     "kv_lens": None,
     "q_segment_ids": None,
     "kv_segment_ids": None,
+    "block_map": None,
     "sinks": None,
     "score_mod": None,
     "mask_mod": None,
@@ -80,7 +82,7 @@ class Options:
     Attributes
     ----------
     problem : Problem
-        The call's, with program, sinks and dropout.
+        The call's, with program, sinks, dropout and block map.
     extras : Extras
     """
 
@@ -101,6 +103,7 @@ class Options:
         self.number = problem.lse_dtype
         self.args, self.operands = [], []  # of the program: what they are, and the arrays
         self.untraced = None  # why score_mod has no derivative
+        self.traced_mask = None  # mask_mod as a Node
         self.own = {}  # name: (the caller's array, its number in the program or None, its view)
         value = self._value()
         visible = self._visible()
@@ -110,12 +113,17 @@ class Options:
             program = _program(value, visible, tuple(self.args))
         keep, seed = self._dropout()
         sinks = self._sinks()
+        block_map = self._block_map()
         self.problem = replace(
-            problem, program=program, sinks=sinks is not None, dropout=seed is not None
+            problem,
+            program=program,
+            sinks=sinks is not None,
+            dropout=seed is not None,
+            block_map=block_map and block_map.block,
         )
         called = self._called() if home.xp is np else None
         operands = tuple(self.operands)
-        self.extras = Extras(operands, sinks, keep, seed, first_batch, packing, called)
+        self.extras = Extras(operands, sinks, keep, seed, first_batch, packing, block_map, called)
 
     def arrays(self) -> tuple:
         """(name, array) of all that is read."""
@@ -255,6 +263,7 @@ class Options:
             node = self._traced("mask_mod")
             if node.kind != "bool":
                 raise TypeError("mask_mod: it must return a condition, as in i >= j")
+            self.traced_mask = node
             seen = seen & Expr(node)
         return None if seen.node is constant(True) else seen.node
 
@@ -280,6 +289,16 @@ class Options:
             return None
         args = tuple(self.operands[n] for n, _ in self.given)
         return Called(self.before_mod, self.before_mask, *functions, args)
+
+    def _block_map(self):
+        given = self.options.get("block_map")
+        if given is None:
+            return None
+        if not isinstance(given, BlockMap):
+            raise TypeError(
+                f"block_map is a {type(given).__qualname__}, but it must be a BlockMap or None"
+            )
+        return given.fit(self.home, (*self.batch, self.heads), self.seqlens)
 
     def _sinks(self):
         if "sinks" not in self.options:

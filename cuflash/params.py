@@ -201,6 +201,14 @@ TABLES = {
         ("shift", "i64"),
         ("bottom_right", "i32"),
     ],
+    "block_map": [
+        ("kinds", "out"),
+        *_SHAPE,
+        *_BAND,
+        ("map_block_q", "i32"),
+        ("map_block_k", "i32"),
+        ("num_key_blocks", "u32"),
+    ],
     "combine": [
         ("outs", "in"),
         ("lses", "in"),

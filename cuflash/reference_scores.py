@@ -6,7 +6,8 @@ import numpy as np
 
 _OPTIONS = (
     "softcap", "bias", "alibi_slopes", "mask", "q_lens", "kv_lens", "q_segment_ids",
-    "kv_segment_ids", "sinks", "score_mod", "mask_mod", "score_args", "dropout_p", "seed",
+    "kv_segment_ids", "block_map", "sinks", "score_mod", "mask_mod", "score_args", "dropout_p",
+    "seed",
 )  # fmt: skip
 
 
@@ -93,10 +94,17 @@ class Scores:
             q_ids = kv_ids if q_ids is None else q_ids
             kv_ids = q_ids if kv_ids is None else kv_ids
             seen &= (q_ids[..., :, None] == kv_ids[..., None, :])[..., None, :, :]
+        if "block_map" in self.options:
+            seen &= self.allowed(self.options["block_map"])
         if "mask_mod" in self.options:
             mod = self.options["mask_mod"]
             seen &= self.each(lambda b, h, at: mod(b, h, self.i, self.j, *self.args), bool)
         return seen
+
+    def allowed(self, block_map):
+        """The pairs of the blocks that are not empty; what a full one promises is not looked at."""
+        rows, keys = (n // size for n, size in zip((self.i, self.j), block_map.block))
+        return np.asarray(block_map.kinds)[..., rows, keys] != 0
 
     def sinks(self):
         sinks = self.full("sinks")

@@ -28,6 +28,8 @@ ELEMENTS = {
     "float64": "double",
 }
 
+MAP_UNIT = 128
+
 # Without any option. What would take part in arithmetic is never called.
 PLAIN = """\
 using Accum = AccumOf<Plan::Element>;
@@ -70,6 +72,7 @@ class Options:
     sinks: bool = False
     dropout: bool = False
     gradients: tuple[Gradient, ...] = ()  # those that are asked for
+    map_block: tuple[int, int] | None = None  # of a block map that visible() looks at
     # Scores are scaled, and statistics of rows count from there, whatever else is known of them.
     scaled: bool = False
     # Whether sequences are packed: b, i and j are then what attn/interval.cuh says of a pair.
@@ -80,9 +83,18 @@ class Options:
         """Those of a problem. The statistics pass has no use for dropout, but its rows' maxima are
         of scaled scores where the backward kernel's are.
         """
-        scaled = problem.program is not None or problem.sinks or problem.dropout
-        dropout = problem.dropout and not stats
-        return cls(problem.program, problem.sinks, dropout, gradients, scaled, problem.packed)
+        block = problem.block_map
+        # Blocks of kernels divide MAP_UNIT: a block of such a map is never met in part.
+        block = block if block and any(size % MAP_UNIT for size in block) else None
+        return cls(
+            problem.program,
+            problem.sinks,
+            problem.dropout and not stats,
+            gradients,
+            block,
+            problem.program is not None or problem.sinks or problem.dropout or bool(block),
+            problem.packed,
+        )
 
     def __bool__(self) -> bool:
         return self.scaled
@@ -94,6 +106,7 @@ class Options:
             names = ", ".join(arg.name for arg in program.args) or "the indices alone"
             found.append(f"a function of {names}")
             found += ["hidden keys, pair by pair"] if program.visible is not None else []
+        found += ["a block map, pair by pair"] if self.map_block else []
         found += ["sinks"] if self.sinks else []
         found += ["dropout"] if self.dropout else []
         return "; ".join(found)
@@ -131,6 +144,8 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
         if options.args[n].kind == "grid":
             found += [(f"sums{n}_strides", "strides")]
+    if options.map_block:
+        found += [("map_kinds", "in"), ("map_kinds_strides", "strides")]
     if forward:
         return (*found, ("scale", "f64"))
     # backward's table has it for dk; as floats they are operands of instructions
@@ -161,7 +176,7 @@ def text(
         return PLAIN
     program = options.program
     args = options.args
-    parts = [*_constants(options), *_start(args, quick), *_accessors(args)]
+    parts = [*_constants(options), *_start(options, quick), *_accessors(args)]
     if quick:
         parts += [
             "static __device__ __forceinline__ float tanh_of(float x) { return quick_tanh(x); }"
@@ -170,10 +185,7 @@ def text(
     parts += _function("Accum value(Accum s, int i, int j)", value)
     slope = ["return 1;"] if program is None else _body(options, program.derivative)
     parts += _function("Accum derivative(Accum s, int i, int j)", slope)
-    seen = ["return true;"]
-    if program is not None and program.visible is not None:
-        seen = _body(options, program.visible)
-    parts += _function("bool visible(int i, int j)", seen)
+    parts += _visible(options)
     parts += _function("Accum sink()", _sink(options))
     parts += _function("Accum keep_scale()", _keep_scale(options, quick))
     kind = "PackedDropout" if options.packed and options.dropout else "Dropout"
@@ -193,7 +205,7 @@ def facts(options: Options) -> dict[str, bool]:
     needs = any(depends(program.gradients[g.number][2], "s") for g in options.gradients)
     return {
         "kProgram": bool(options),
-        "kHides": program is not None and program.visible is not None,
+        "kHides": _masks(options) or options.map_block is not None,
         "kUnit": unit,
         "kKeepsScore": needs,
         "kSinks": options.sinks,
@@ -212,11 +224,30 @@ def _function(head, body):
     return [f"__device__ __forceinline__ {head} const {{", *("    " + line for line in body), "}"]
 
 
-def _start(args, quick):
+def _masks(options):
+    return options.program is not None and options.program.visible is not None
+
+
+def _visible(options):
+    """What the masks let through, and the block map where its blocks are met in part."""
+    body = _body(options, options.program.visible) if _masks(options) else ["return true;"]
+    if options.map_block is None:
+        return _function("bool visible(int i, int j)", body)
+    rows, keys = options.map_block
+    strides = "p.map_kinds_strides"
+    place = f"i64(i / {rows}) * {strides}.row + i64(j / {keys}) * {strides}.col"
+    allowed = _function("bool allowed(int i, int j)", [f"return map_start[{place}] != 0;"])
+    *lines, result = body
+    result = result.removeprefix("return ").removesuffix(";")
+    seen = [*lines, f"return allowed(i, j) & ({result});"]
+    return allowed + _function("bool visible(int i, int j)", seen)
+
+
+def _start(options, quick):
     """Where this head's arrays begin. A kernel that cannot keep these in registers keeps where its
     batch entry's begin, `for_each_start`, and hands them back: start(k).
     """
-    grids = [(n, ELEMENTS[arg.dtype]) for n, arg in enumerate(args) if arg.kind == "grid"]
+    grids = [(n, ELEMENTS[arg.dtype]) for n, arg in enumerate(options.args) if arg.kind == "grid"]
     fields = ["const Params& p;", "const u32 batch, head;"]
     fields += [f"const {element}* start{n};" for n, element in grids]
     common = ["p(params)", "batch(of_batch)", "head(of_head)"]
@@ -226,6 +257,13 @@ def _start(args, quick):
         f"i64(of_head) * params.arg{n}_strides.head)"
         for k, (n, element) in enumerate(grids)
     ]
+    if options.map_block:
+        fields.append("const unsigned char* map_start;")
+        of_map = (
+            "map_start(head_start<const unsigned char>(params.map_kinds, params.map_kinds_strides, "
+            "params.batch_sizes, of_batch, of_head))"
+        )
+        anew, given = [*anew, of_map], [*given, of_map]
     visits = [f"f({k}, {_head_start(n, e, 'batch', '0')});" for k, (n, e) in enumerate(grids)]
     head = "__device__ __forceinline__ Score(const Params& params, u32 of_batch, u32 of_head"
     return [

@@ -12,7 +12,7 @@ from .checks import check_flag, check_operand, is_int, show
 from .options import arrays_of
 
 # Arrays that are given for each pair, row or key: where the sequences lie already says the lengths.
-_PER_ROW = ("bias", "mask", "q_lens", "kv_lens", "q_segment_ids", "kv_segment_ids")
+_PER_ROW = ("bias", "mask", "q_lens", "kv_lens", "q_segment_ids", "kv_segment_ids", "block_map")
 
 
 class _Packed(NamedTuple):
@@ -63,7 +63,7 @@ def attention_varlen(
         As `attention`, and for offsets on the host that do not begin with 0, fall or exceed the
         arrays.
     NotImplementedError
-        Options given for each row or key: bias, mask, lengths, segment ids.
+        Options given for each row or key: bias, mask, lengths, segment ids, block maps.
     ImportError, RuntimeError
         As `attention`.
 

@@ -28,6 +28,10 @@
 // With kDeterministic they take turns (attn/turn.cuh), the last key block first: with a causal band
 // it is the one whose first queries these are, so all start at once and nobody waits.
 //
+// With a block map blocks are places in a list of the block's own for each query head
+// (attn/block_map.cuh); masks are looked at in the places at its end only. Turns are counted among
+// the blocks of keys that visit the block of queries.
+//
 // With kSlices > 1, blocks share the keys and each computes kSliceDim columns of dk and dq and
 // kSliceDimV of dv, where all of them would not fit the registers. bwd_portable_tiles.cuh has the
 // constants and the shared-memory map, bwd_portable_scores.cuh what a score function, hidden keys
@@ -52,6 +56,7 @@ struct Backward : BackwardScores {
     // What held inf or NaN: k; or a masked block of q or dout, where they were replaced by zero.
     enum Dirty : u32 { kDirtyK = 1, kDirtyQ = 2, kDirtyDout = 4 };
     u32 dirty = 0;
+    int place = 0;  // of the current block, with a block map
 
     __device__ __forceinline__ Backward(const Params& params, BlockWork w, u32 smem_base)
         : BackwardScores(params, w, smem_base),
@@ -148,7 +153,8 @@ struct Backward : BackwardScores {
         const i64 sums = (i64(head) * Plan::kSlices + w.slice) * p.num_m_blocks + m_block;
         const u32 seen =
             turn.look(static_cast<u32*>(p.flags) + sums * kDqWarps + warp,
-                      u32(end_of_keys(m_block) - 1 - w.block));
+                      Plan::kBlockMap ? list(head).turn(place, p.num_m_blocks)
+                                      : u32(end_of_keys(m_block) - 1 - w.block));
         const auto ds = ds_tile().part<kDqRows>(0, row);
         const auto k = k_input.template part<kDqCols>(0, slice_col);
         QueryGrad dq;
@@ -253,7 +259,9 @@ struct Backward : BackwardScores {
         const int first_row = first_key() + warp_row;
         for (head = end_head() - p.group; head < end_head(); ++head) {
             const Sees visible = this->visible();
-            const auto sees = [&](int j, int i) { return visible.transposed(j, i); };
+            const auto sees = [&](int j, int i) {
+                return visible.transposed(j, i) && meets(i / Plan::kBlockM);
+            };
             if (dirty & kDirtyDout)
                 restore_nonfinite<true>(dv, first_row, 0, dout_rows().from_column(column_v()),
                                         first, last, sees);
@@ -277,7 +285,7 @@ struct Backward : BackwardScores {
                     if (!is_nonfinite(raw)) continue;
 #pragma unroll 1
                     for (int i = first + int(threadIdx.x); i < last; i += kThreads)
-                        if (sees(i, j))
+                        if (sees(i, j) && meets(i / Plan::kBlockM))
                             red_add(
                                 accum + fragment_index<Plan::kAccumVector, Plan::kAccumTiles>(i, d),
                                 Accum(to_float(raw)) * 0);
@@ -300,9 +308,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     dk.fill(0);
     dv.fill(0);
     backward.load_kv();
-    int m_block = backward.range().get().begin, stage = 0;
-    bool more = m_block < backward.range().get().end;
-    if (Plan::kStages > 1 && more) backward.load_q(m_block, 0);
+    int place = backward.range().get().begin, stage = 0;
+    bool more = place < backward.range().get().end;
+    if constexpr (Plan::kBlockMap) {
+        while (backward.head < backward.end_head() && backward.list(backward.head).count() == 0)
+            ++backward.head;
+        place = 0, more = backward.head < backward.end_head();
+    }
+    if (Plan::kStages > 1 && more) backward.load_q(backward.block_at(place), 0);
     cp_async_commit_group();
     if constexpr (kHidden) {
         cp_async_wait_group<0>();
@@ -311,9 +324,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
         if (find_nonfinite<false, kThreads>(k)) backward.dirty |= Backward::kDirtyK;
     }
     while (more) {
-        const BlockRange range = backward.range().get();
-        const bool last_of_head = m_block + 1 == range.end;
-        more = !last_of_head || backward.head + 1 < backward.end_head();
+        const BlockRange range = backward.queries();
+        const int m_block = backward.block_at(place);
+        const auto heads_on = backward.heads_on(place, range);
+        more = !heads_on || backward.head + heads_on < backward.end_head();
+        if constexpr (Plan::kBlockMap) backward.place = place;
         if constexpr (Plan::kStages == 1) {
             __syncthreads();
             backward.load_q(m_block, 0);
@@ -324,14 +339,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
             cp_async_wait_group<0>();
             __syncthreads();
             if (more) {
-                backward.head += last_of_head;
-                backward.load_q(last_of_head ? range.begin : m_block + 1, stage ^ 1);
+                backward.head += heads_on;
+                backward.load_q(backward.block_at(heads_on ? range.begin : place + 1), stage ^ 1);
                 cp_async_commit_group();
-                backward.head -= last_of_head;
+                backward.head -= heads_on;
             }
         }
-        const bool masked =
-            Score::kHides || m_block >= range.full_end || m_block < range.full_begin;
+        const bool masked = (Score::kHides && !Plan::kBlockMap) || place >= range.full_end ||
+                            place < range.full_begin;
         if constexpr (!kTwoBodies) {
             backward.step(dk, dv, m_block, stage, (kHidden || Plan::kTail) && masked);
         } else if (masked) {
@@ -339,16 +354,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
         } else {
             backward.step(dk, dv, m_block, stage, false);
         }
-        backward.head += last_of_head;
-        m_block = last_of_head ? backward.range().get().begin : m_block + 1;
+        backward.head += heads_on;
+        place = heads_on ? (Plan::kBlockMap ? 0 : backward.range().get().begin) : place + 1;
         if (Plan::kStages > 1) stage ^= 1;
     }
     cp_async_wait_group<0>();
     backward.turn.announce();
     if constexpr (kHidden) {
         const BlockRange range = backward.range().get();
-        const int first = range.begin * Plan::kBlockM;
-        const int last = min_of(range.end * Plan::kBlockM, p.seqlen_q);
+        const int first = Plan::kBlockMap ? 0 : range.begin * Plan::kBlockM;
+        const int last =
+            Plan::kBlockMap ? p.seqlen_q : min_of(range.end * Plan::kBlockM, p.seqlen_q);
         if (Plan::kNeedDq && (backward.dirty & Backward::kDirtyK)) backward.restore_dq(first, last);
         if (Plan::kNeedDkv && (backward.dirty & (Backward::kDirtyQ | Backward::kDirtyDout)))
             backward.restore_dkv(dk, dv, first, last);

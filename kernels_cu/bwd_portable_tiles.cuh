@@ -3,10 +3,12 @@
 //
 // Shared memory: k [kBlockN][kHeadDim] | v [kBlockN][kHeadDimV] | kStages x (q [kBlockM][kHeadDim],
 // dout [kBlockM][kHeadDimV], row_max, row_sum, delta [kBlockM]) | ds^T, p^T [kBlockN][kBlockM] |
-// the addresses of q and dout, the range of queries, the work, turns; at the end dk and dv are
+// the addresses of q and dout, the range of queries, the work, with a block map the address of the
+// lists, turns; at the end dk and dv are
 // staged over k and v. With kDirect there is no room for k, v, q and dout: they are read from
 // global memory (tile/direct_tile.cuh).
 #pragma once
+#include "attn/block_map.cuh"
 #include "attn/range.cuh"
 #include "attn/turn.cuh"
 #include "attn/work.cuh"
@@ -65,7 +67,7 @@ inline constexpr int kWeightsBegin =
     kDsBegin + (Plan::kNeedDq || Plan::kShare > 1 ? DsTile::kBytes : 0);
 // Addresses of q and dout, the range of queries, the block's work: what a step needs once at most
 // does not occupy a register.
-inline constexpr int kSharedValues = 4;
+inline constexpr int kSharedValues = Plan::kBlockMap ? 5 : 4;
 inline constexpr int kValuesBegin = kWeightsBegin + (Plan::kShare > 1 ? DsTile::kBytes : 0);
 inline constexpr int kTurnsBegin = kValuesBegin + kSharedValues * 16;
 static_assert(kTurnsBegin + Plan::kWarps * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
@@ -110,6 +112,7 @@ struct BackwardBlock {
             if (first_key + Plan::kBlockN > p.seqlen_k)
                 queries.full_begin = queries.full_end = queries.end;
             range().set(queries);
+            if constexpr (Plan::kBlockMap) lists_start().set(even_lists(p, w.batch));
         }
         __syncthreads();
     }
@@ -128,6 +131,39 @@ struct BackwardBlock {
     }
     __device__ __forceinline__ SharedValue<BlockWork> shared_work() const {
         return {smem + kValuesBegin + 48};
+    }
+    __device__ __forceinline__ SharedValue<const int*> lists_start() const {
+        return {smem + kValuesBegin + 64};
+    }
+    // With a block map: a head's list of blocks of queries...
+    __device__ __forceinline__ BlockList list(u32 of_head) const {
+        if constexpr (Plan::kBlockMap)
+            return list_at(p, lists_start().get(), of_head, work().block);
+        return {nullptr};
+    }
+    // ... whose places count in place of blocks.
+    __device__ __forceinline__ BlockRange queries() const {
+        if constexpr (Plan::kBlockMap) return list(head).range();
+        return range().get();
+    }
+    __device__ __forceinline__ int block_at(int place) const {
+        if constexpr (Plan::kBlockMap) return list(head).block(place);
+        return place;
+    }
+    // Whether this block visits a block of queries of the current head.
+    __device__ __forceinline__ bool meets(int m_block) const {
+        if constexpr (!Plan::kBlockMap) return true;
+        return list(head).has(m_block);
+    }
+    // How many heads on the block behind this one is, not counting those without any.
+    __device__ __forceinline__ auto heads_on(int place, const BlockRange& range) const {
+        if constexpr (!Plan::kBlockMap) {
+            return place + 1 == range.end;
+        } else {
+            u32 on = place + 1 == range.end;
+            while (on > 0 && head + on < end_head() && list(head + on).count() == 0) ++on;
+            return on;
+        }
     }
     // Its head counts key/value heads.
     __device__ __forceinline__ BlockWork work() const { return shared_work().get().folded(); }

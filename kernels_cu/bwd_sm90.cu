@@ -106,9 +106,9 @@ struct KeyOwner : Consumer {
             Scores s, dp;
             start_scores(s, dp);
             if constexpr (Score::kProgram)
-                score_block(weights, s, dp, block(sees(walk), walk.m), walk);
+                score_block(weights, s, dp, block(sees(walk), walk.block()), walk);
             else
-                plain_block<kMasked>(weights, s, dp, walk.m);
+                plain_block<kMasked>(weights, s, dp, walk.block());
             round_to(ds, dp);
         }
         if constexpr (Plan::kNeedDq) store_ds(ds, smem.ds(ring.stage) + warpgroup * kQueryPanel);
@@ -151,12 +151,12 @@ struct KeyOwner : Consumer {
         dk.fill(0);
         dv.fill(0);
         Walk walk(p, smem, work);
-        if (walk.left > 0) {
+        if (walk.more() > 0) {
             mbarrier_wait(smem.k_full(), 0);
             if constexpr (kHidden) find_in_k();
             mbarrier_wait(smem.v_full(), 0);
         }
-        for (; walk.left > 0; walk.next()) {
+        for (; walk.more() > 0; walk.next()) {
             if (Score::kProgram || walk.masked())
                 step<kMasks>(dk, dv, walk);
             else

@@ -120,7 +120,7 @@ struct WeightHalf : Half {
         Walk walk(p, smem, work);
         ValueGrad dv;
         dv.fill(0);
-        if (walk.left > 0) {
+        if (walk.more() > 0) {
             mbarrier_wait(smem.k_full(), 0);
             if constexpr (kHidden) find_in_k();
             Scores s;
@@ -128,14 +128,14 @@ struct WeightHalf : Half {
             wgmma_fence();
             start_scores(s, 0);
             wgmma_wait_group<0>();
-            for (; walk.left > 0; walk.next()) {
+            for (; walk.more() > 0; walk.next()) {
                 if constexpr (Score::kProgram)
-                    step<kMasks>(s, dv, sees(walk), walk.m, walk.left == 1,
+                    step<kMasks>(s, dv, sees(walk), walk.block(), walk.last(),
                                  __any_sync(kFullWarp, walk.masked()));
                 else if (walk.masked())
-                    step<kMasks>(s, dv, sees(walk), walk.m, walk.left == 1);
+                    step<kMasks>(s, dv, sees(walk), walk.block(), walk.last());
                 else
-                    step<false>(s, dv, sees(walk), walk.m, walk.left == 1);
+                    step<false>(s, dv, sees(walk), walk.block(), walk.last());
             }
         }
         if constexpr (Plan::kNeedDkv) {
@@ -244,7 +244,7 @@ struct DsHalf : Half {
         Walk walk(p, smem, work);
         KeyGrad dk;
         dk.fill(0);
-        if (walk.left > 0) {
+        if (walk.more() > 0) {
             if constexpr (kHidden) {
                 mbarrier_wait(smem.k_full(), 0);
                 find_in_k();
@@ -256,14 +256,14 @@ struct DsHalf : Half {
             wgmma_fence();
             start_dp(dp, 0);
             wgmma_wait_group<0>();
-            for (; walk.left > 0; walk.next()) {
+            for (; walk.more() > 0; walk.next()) {
                 if constexpr (Score::kProgram)
-                    step<kMasks>(dp, dk, sees(walk), walk.m, walk.left == 1,
+                    step<kMasks>(dp, dk, sees(walk), walk.block(), walk.last(),
                                  __any_sync(kFullWarp, walk.masked()));
                 else if (walk.masked())
-                    step<kMasks>(dp, dk, sees(walk), walk.m, walk.left == 1);
+                    step<kMasks>(dp, dk, sees(walk), walk.block(), walk.last());
                 else
-                    step<false>(dp, dk, sees(walk), walk.m, walk.left == 1);
+                    step<false>(dp, dk, sees(walk), walk.block(), walk.last());
             }
         }
         if (kHidden && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();

@@ -17,17 +17,22 @@
 //
 // Shared memory: q [kBlockM][kHeadDim] | kStages x (k [kBlockN][kHeadDim], v [kBlockN][kHeadDimV]);
 // at the end the same bytes stage out [kBlockM][kHeadDimV] so that rows are written in 16-byte
-// pieces | the addresses of k and v, the range of keys, the block's work. With kDirect there is no
-// room for the first two: q, k and v are read from global memory (tile/direct_tile.cuh), and the
-// ring's steps only keep the warps together, so that they find each other's reads in L1.
+// pieces | the addresses of k and v, the range of keys, the block's work, with a block map the
+// address of its list. With kDirect there is no room for the first two: q, k and v are read from
+// global memory (tile/direct_tile.cuh), and the ring's steps only keep the warps together, so that
+// they find each other's reads in L1.
 //
 // Schedule: keys run from the last visible block to the first, so that the masked ends of the range
 // and the long full middle are one loop. With a band, blocks of queries run from the last to the
 // first, the longest first, over sections of heads whose keys fit in L2 together (attn/work.cuh).
 //
+// With a block map the range is one of places in the block's list (attn/block_map.cuh), and masks
+// are looked at in the places at its end only.
+//
 // With kStats the kernel writes, in place of out, the row's maximum and sum (attn/stats.cuh) for
 // the rows whose lse is so large that float rounding of it would spoil exp(s - lse) in backward;
 // blocks without such a row end at once.
+#include "attn/block_map.cuh"
 #include "attn/dropout.cuh"
 #include "attn/mask.cuh"
 #include "attn/range.cuh"
@@ -74,7 +79,7 @@ inline constexpr int kOutputBytes = Plan::kStats ? 0 : Plan::kWarps * OTile::kBy
 inline constexpr int kTileBytes = max_of(kInputBytes, kOutputBytes);
 // Addresses of k and v, the range of keys, the block's work: what a step needs once at most does
 // not occupy a register.
-inline constexpr int kSharedValues = 4;
+inline constexpr int kSharedValues = Plan::kBlockMap ? 5 : 4;
 static_assert(kTileBytes + kSharedValues * 16 == Plan::kSmemBytes, "plan.py's sum is this one");
 
 using BlockWork = Work<Plan::kSlices>;
@@ -106,7 +111,13 @@ struct Forward {
                 head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
             const int first_row = w.block * Plan::kBlockM;
             const int last_row = min_of(first_row + Plan::kBlockM, p.seqlen_q) - 1;
-            range().set(key_blocks(p, first_row, last_row));
+            if constexpr (Plan::kBlockMap) {
+                const BlockList list = list_of(p, w.batch, w.head, w.block);
+                shared_list().set(list.row);
+                range().set(list.range());
+            } else {
+                range().set(key_blocks(p, first_row, last_row));
+            }
         }
         __syncthreads();
     }
@@ -115,9 +126,16 @@ struct Forward {
     __device__ __forceinline__ SharedValue<const T*> v_start() const {
         return {smem + kTileBytes + 16};
     }
-    // The blocks of keys that these queries see.
+    // The blocks of keys that these queries see, or their places in the list.
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {smem + kTileBytes + 32};
+    }
+    __device__ __forceinline__ SharedValue<const int*> shared_list() const {
+        return {smem + kTileBytes + 64};
+    }
+    __device__ __forceinline__ int block_at(int place) const {
+        if constexpr (Plan::kBlockMap) return BlockList{shared_list().get()}.block(place);
+        return place;
     }
     __device__ __forceinline__ SharedValue<BlockWork> shared_work() const {
         return {smem + kTileBytes + 48};
@@ -321,13 +339,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     Output o;
     o.fill(0);
     forward.load_q();
-    int n_block = forward.range().get().end - 1, stage = 0;
+    int place = forward.range().get().end - 1, stage = 0;
     for (int ahead = 0; ahead < Plan::kStages - 1; ++ahead) {
-        if (n_block - ahead >= forward.range().get().begin) forward.load_kv(n_block - ahead, ahead);
+        if (place - ahead >= forward.range().get().begin)
+            forward.load_kv(forward.block_at(place - ahead), ahead);
         cp_async_commit_group();
     }
-    for (; n_block >= forward.range().get().begin; --n_block) {
+    for (; place >= forward.range().get().begin; --place) {
         const BlockRange range = forward.range().get();
+        const int n_block = forward.block_at(place);
         if constexpr (Plan::kStages == 1) {
             __syncthreads();
             forward.load_kv(n_block, 0);
@@ -337,13 +357,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
         } else {
             cp_async_wait_group<Plan::kStages - 2>();
             __syncthreads();
-            const int next = n_block - (Plan::kStages - 1);
+            const int next = place - (Plan::kStages - 1);
             if (next >= range.begin)
-                forward.load_kv(next, (stage + Plan::kStages - 1) % Plan::kStages);
+                forward.load_kv(forward.block_at(next),
+                                (stage + Plan::kStages - 1) % Plan::kStages);
             cp_async_commit_group();
         }
-        const bool masked =
-            Score::kHides || n_block >= range.full_end || n_block < range.full_begin;
+        const bool masked = (Score::kHides && !Plan::kBlockMap) || place >= range.full_end ||
+                            place < range.full_begin;
         if constexpr (!kTwoBodies) {
             forward.step(o, n_block, stage, (kHidden || Plan::kTail) && masked);
         } else if (masked) {
@@ -356,10 +377,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, Plan::kBlocksPerSm)
     cp_async_wait_group<0>();
 
     if constexpr (kHidden && !Plan::kStats)
-        if (forward.dirty)
-            restore_nonfinite<true>(o, forward.first_row() + forward.warp_row, 0, forward.v_rows(),
-                                    forward.range().get().begin * Plan::kBlockN,
-                                    forward.range().get().end * Plan::kBlockN, forward.visible());
+        if (forward.dirty) {
+            const int first_row = forward.first_row() + forward.warp_row;
+            if constexpr (Plan::kBlockMap)
+                for (int at = forward.range().get().full_end; at < forward.range().get().end; ++at)
+                    restore_nonfinite<true>(o, first_row, 0, forward.v_rows(),
+                                            forward.block_at(at) * Plan::kBlockN,
+                                            (forward.block_at(at) + 1) * Plan::kBlockN,
+                                            forward.visible());
+            else
+                restore_nonfinite<true>(o, first_row, 0, forward.v_rows(),
+                                        forward.range().get().begin * Plan::kBlockN,
+                                        forward.range().get().end * Plan::kBlockN,
+                                        forward.visible());
+        }
     forward.softmax.finish();
     if constexpr (Plan::kStats) {
         forward.store_stats();

@@ -45,6 +45,9 @@
 // these move (Softmax::update_late). Should that go out of range, or an output not be finite for
 // whatever reason, the piece fails and comes again, in exact steps only.
 //
+// With a block map a piece has a list of blocks: n counts its places, and those that need a look
+// pair by pair come first (attn/block_map.cuh). Late steps begin behind the first full block.
+//
 // The output leaves by a tensor map, 16 rows of a warp at a time, while the warp goes on: by way of
 // registers it kept a warpgroup 1,400 cycles a piece at D = 64, 2,000 at 128 and 3,300 at 256, in
 // which neither products nor exponentials ran.
@@ -88,6 +91,11 @@
 
 using Scores = Fragment<float, 1, Plan::kBlockN / 8>;
 using Output = Fragment<float, 1, Plan::kHeadDimV / 8>;
+
+// Whether steps before the full blocks look at single pairs. Without a band or a map only the first
+// does.
+inline constexpr bool kMaskedSteps =
+    Plan::kBand || (Plan::kBlockMap && (Plan::kTail || Score::kHides));
 
 struct Consumer {
     const Params& p;
@@ -160,8 +168,8 @@ struct Consumer {
     template <bool kMasked>
     __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block) const {
         if constexpr (!Score::kChanges) apply_scale_sign<Plan::kScaleSign>(s);
-        options.apply(p, s, n_block * Plan::kBlockN);
-        if constexpr (!kMasked) return;
+        options.template apply<kMasked || !Plan::kBlockMap>(p, s, n_block * Plan::kBlockN);
+        if constexpr (!kMasked || (!Plan::kBand && !Plan::kTail)) return;
         const auto visible = mask_of(p);
         const int row = piece().first_row + 16 * warp, col = n_block * Plan::kBlockN;
         const auto hide = [&](auto seen) {
@@ -206,13 +214,14 @@ struct Consumer {
 
     template <bool kMasked> __device__ __forceinline__ void first_step(int n) {
         Scores s;
+        const int block = kMasked || Score::kProgram ? pieces.block_at(n) : n;  // read while the product runs
         take_turn();
         start_scores(s);
         pass_turn();
-        options.read(p, n * Plan::kBlockN);
+        options.read(p, block * Plan::kBlockN);
         wgmma_wait_group<0>();
         release_k();
-        apply_score_and_mask<kMasked>(s, n);
+        apply_score_and_mask<kMasked>(s, block);
         update_softmax<false>(s);
         round_weights(s);
     }
@@ -220,15 +229,16 @@ struct Consumer {
     // weighed before their maximum is known, where every row sees every key.
     template <bool kMasked, bool kLate> __device__ __forceinline__ void step(Output& o, int n) {
         Scores s;
+        const int block = kMasked || Score::kProgram ? pieces.block_at(n) : n;
         take_turn();
         start_scores(s);
         rescale_output(o);
         start_output(o);
         pass_turn();
-        options.read(p, n * Plan::kBlockN);
+        options.read(p, block * Plan::kBlockN);
         wgmma_wait_group<1>();
         release_k();
-        apply_score_and_mask<kMasked>(s, n);
+        apply_score_and_mask<kMasked>(s, block);
         update_softmax<kLate>(s);
         wgmma_wait_group<0>();
         release_v();
@@ -246,13 +256,13 @@ struct Consumer {
         const int full_end = exact ? range.begin : max_of(range.full_end, range.begin);
         const int full_begin = max_of(range.full_begin, range.begin);
         int n = range.end - 1;
-        first_step<Plan::kBand || Plan::kTail>(n);
+        first_step<kMaskedSteps || Plan::kTail>(n);
         // Masked blocks, then full ones, then masked ones where the band has a lower end.
 #pragma unroll 1
         for (int until = full_end;; until = range.begin) {
-            if constexpr (Plan::kBand || Plan::kLate) {
+            if constexpr (kMaskedSteps || Plan::kLate) {
 #pragma unroll 1
-                while (n > until) step<Plan::kBand, false>(o, --n);
+                while (n > until) step<kMaskedSteps, false>(o, --n);
                 if (n == range.begin) break;
             }
 #pragma unroll 1
@@ -269,7 +279,9 @@ struct Consumer {
         if (!piece.any_exists(p, row) || own.begin >= own.end)
             return {range.begin, range.begin, range.begin, range.begin};
         // Full blocks count on references: before them each row must have seen a key.
-        if constexpr (Plan::kBand && Plan::kLate) {
+        if constexpr (Plan::kBlockMap) {
+            if (Plan::kLate && own.full_end < own.end) own.full_end = max_of(own.full_end - 1, 0);
+        } else if constexpr (Plan::kBand && Plan::kLate) {
             const int first = Piece::existing(piece.first_row + (Plan::kSkip ? row : 0));
             own.full_end = min_of(own.full_end, last_key(p, first) / Plan::kBlockN);
         }
@@ -298,6 +310,13 @@ struct Consumer {
         const BlockRange range = pieces.keys();
         const Visible<MaskFor<Plan::kBand>, Score> visible{mask_of(p),
                                                            {p, piece.batch, piece.head}};
+        if constexpr (Plan::kBlockMap) {
+            for (int place = range.full_end; place < range.end; ++place)
+                restore_nonfinite(tile, piece.first_row + 16 * warp, rows,
+                                  pieces.block_at(place) * Plan::kBlockN,
+                                  (pieces.block_at(place) + 1) * Plan::kBlockN, visible);
+            return;
+        }
         restore_nonfinite(tile, piece.first_row + 16 * warp, rows, range.begin * Plan::kBlockN,
                           range.end * Plan::kBlockN, visible);
     }

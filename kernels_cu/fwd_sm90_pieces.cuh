@@ -1,6 +1,7 @@
 // What surrounds the consumers of fwd_sm90.cu: shared memory, pieces of work, and the warps that
 // hand them out, load them and look through their values.
 #pragma once
+#include "attn/block_map.cuh"
 #include "attn/mask.cuh"
 #include "attn/range.cuh"
 #include "attn/work.cuh"
@@ -44,12 +45,14 @@ static_assert(Plan::kQSlots == 1 || Plan::kQSlots == kPieceSlots, "a piece's que
 inline constexpr int kQPlaces = Plan::kQSlots * kConsumers;
 inline constexpr int kNumBarriers = 4 + 2 * kQPlaces + 5 * Plan::kStages;
 inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
-static_assert(kPieces + 96 + 1024 == Plan::kSmemBytes, "families/sm90.py's sum is this one");
+inline constexpr int kPieceBytes = Plan::kBlockMap ? 128 : 96;
+static_assert(kPieces + kPieceBytes + 1024 == Plan::kSmemBytes,
+              "families/sm90.py's sum is this one");
 
 // A piece of work: kBlockM queries of one head. With a band the last piece ends where the queries
 // end, up to a warpgroup's rows, and the first may begin before them: a warpgroup without rows then
 // costs least, where few keys are seen. (At 512 causal 192 rows see 2, 5, 8 blocks of 64 keys, not
-// 3, 6, 8.)
+// 3, 6, 8.) With a block map pieces are blocks of queries, from the first on.
 struct Piece {
     static constexpr int kNone = -(1 << 30);  // of first_row: no more work
 
@@ -61,9 +64,15 @@ struct Piece {
     __device__ __forceinline__ u32 number() const { return state & ~kExact; }
     __device__ __forceinline__ bool exact() const { return state >= kExact; }
 
-    // The blocks of keys that `rows` rows of queries see, from the piece's row `row` on.
+    __device__ __forceinline__ BlockList list(const Params& p) const {
+        if constexpr (Plan::kBlockMap) return list_of(p, batch, head, first_row / Plan::kBlockM);
+        return {nullptr};
+    }
+    // The blocks of keys that `rows` rows of queries see, from the piece's row `row` on; with a
+    // block map the places in the piece's list.
     __device__ __forceinline__ BlockRange keys(const Params& p, int row = 0,
                                                int rows = Plan::kBlockM) const {
+        if constexpr (Plan::kBlockMap) return list(p).range();
         const int first = first_row + row, last = min_of(first + rows, p.seqlen_q) - 1;
         return key_blocks(p, existing(first), Plan::kIntervals ? existing(last) : last);
     }
@@ -126,6 +135,10 @@ struct Shared {
     // The blocks of keys that the slot's piece sees.
     __device__ __forceinline__ SharedValue<BlockRange> range(int slot) const {
         return {base + kPieces + 64 + 16 * slot};
+    }
+    // With a block map, the list of the slot's piece.
+    __device__ __forceinline__ SharedValue<const int*> list(int slot) const {
+        return {base + kPieces + 96 + 16 * slot};
     }
     // Not zero: the slot's piece must be computed again.
     __device__ __forceinline__ u32 failed(int slot) const { return base + kPieces + 48 + 4 * slot; }
@@ -209,11 +222,28 @@ struct Producer {
         v_cursor.next();
     }
 
+    // Each entry of the list is read before the wait for the block in front of it.
+    __device__ __forceinline__ void load_listed(const Loader& loader, const BlockList& list,
+                                                int count) {
+        int block = list.block(count - 1);
+        int next = list.block(max_of(count - 2, 0));
+        load_k(loader, block);
+#pragma unroll 1
+        for (int place = count - 1; place > 0; --place) {
+            const int after = list.block(max_of(place - 2, 0));
+            load_k(loader, next), load_v(loader, block);
+            block = next, next = after;
+        }
+        load_v(loader, block);
+    }
+
     __device__ __forceinline__ Piece piece_of(u32 index) const {
         Work<1> work(index, p.num_blocks, p.num_heads, p.section, p.num_sectioned, p.num_work);
         const int end = (p.seqlen_q + 63) / 64 * 64;
-        const int first_row = Plan::kBand ? end - (work.block + 1) * Plan::kBlockM
-                                          : work.block * Plan::kBlockM;
+        int first_row = Plan::kBand ? end - (work.block + 1) * Plan::kBlockM
+                                    : work.block * Plan::kBlockM;
+        if constexpr (Plan::kBand && Plan::kBlockMap)
+            first_row = (int(p.num_blocks) - 1 - work.block) * Plan::kBlockM;
         return {first_row, work.head, work.batch, 0};
     }
     __device__ __forceinline__ void hand_out(Piece piece) {
@@ -222,6 +252,7 @@ struct Producer {
         piece.state = (piece.state & Piece::kExact) | number;
         smem.piece(pieces.stage).set(piece);
         smem.range(pieces.stage).set(piece.keys(p));
+        if constexpr (Plan::kBlockMap) smem.list(pieces.stage).set(piece.list(p).row);
         mbarrier_arrive(smem.piece_full(pieces.stage));
         pieces.next();
     }
@@ -263,6 +294,10 @@ struct Producer {
             const Loader loader(p, piece, p.group);
             const BlockRange range = piece.keys(p);
             if (range.begin >= range.end) continue;
+            if constexpr (Plan::kBlockMap) {
+                load_listed(loader, piece.list(p), range.end);
+                continue;
+            }
             load_k(loader, range.end - 1);
 #pragma unroll 1
             for (int n = range.end - 1; n > range.begin; --n)
@@ -288,6 +323,12 @@ struct Pieces {
         const BlockRange range = smem.range(cursor.stage).get();
         return {uniform(range.begin), uniform(range.full_begin), uniform(range.full_end),
                 uniform(range.end)};
+    }
+    // The block at a place of the range.
+    __device__ __forceinline__ int block_at(int place) const {
+        if constexpr (Plan::kBlockMap)
+            return BlockList{smem.list(cursor.stage).get()}.block(place);
+        return place;
     }
     // False when there is no more.
     __device__ __forceinline__ bool wait() const {
@@ -365,7 +406,8 @@ struct Cleaner {
             for (int n = pieces.keys().end - 1; n >= pieces.keys().begin; --n) {
                 mbarrier_wait(smem.v_full(cursor.stage), cursor.phase);
                 const Piece piece = pieces.current();
-                const bool masked = Score::kHides || is_masked(pieces.keys(), n);
+                const bool masked =
+                    (Score::kHides && !Plan::kBlockMap) || is_masked(pieces.keys(), n);
                 if (masked && (!Plan::kLazy || piece.exact())) {
                     if (clean(smem.v(cursor.stage)))
                         store_shared(smem.dirty(pieces.cursor.stage) + 4 * warp, piece.number());

@@ -19,7 +19,7 @@ from cuflash import arrays, jit, params, tensormap
 from cuflash.families import portable
 
 TILE = portable.Tile(64, 64, 4, 1)  # asks for the portable family
-_MODULES = ("launch_steps", "launch_backward", "launch", "launch_packed")
+_MODULES = ("launch_steps", "launch_block_map", "launch_backward", "launch", "launch_packed")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,8 @@ def gpu_side():
     before = {name: getattr(cuflash, name) for name in _MODULES if hasattr(cuflash, name)}
     for name in _MODULES:
         patch.delitem(sys.modules, f"cuflash.{name}", raising=False)
-    steps, backward, launch, _ = (importlib.import_module(f"cuflash.{name}") for name in _MODULES)
+    found = [importlib.import_module(f"cuflash.{name}") for name in _MODULES]
+    steps, _, backward, launch, _ = found
     steps.device_facts = lambda device_id: HOPPER
     cupy.stream_number = 0
     steps.stream_id = lambda stream: cupy.stream_number

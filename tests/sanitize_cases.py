@@ -15,10 +15,14 @@ Hopper's they report the patterns of sanitize_patterns.py, and what they report 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 from dense import visible
 from strategies import DTYPES, Case
+
+import cuflash
+from cuflash.reference_scores import Scores
 
 PORTABLE = tuple(
     Case(*lengths, *dims, *heads, dtype=dtype, **band)
@@ -75,6 +79,17 @@ SCORED = tuple(
         (256, "float16", ("bias", "mask_mod", "score_mod"), dict(window=(70, 9))),
     )
 )
+# Random block maps, whose blocks kernels meet whole on Hopper, in part elsewhere; alone and beside
+# masks.
+MAPS = tuple(
+    Case(300, 520, dim, dim, 4, 2, (2,), (2,), (2,), dtype=dtype, scores=scores, **band)
+    for dim, dtype in ((64, "float16"), (128, "bfloat16"), (256, "bfloat16"), (40, "float32"))
+    for scores, band in (
+        (("block_map",), {}),
+        (("block_map",), dict(causal=True)),
+        (("block_map", "mask", "softcap"), {}),
+    )
+)
 
 # The ways a case is differentiated, beside the ordered one with all gradients.
 _UNORDERED = dict(deterministic=False)
@@ -110,6 +125,28 @@ def sanitize(home, case):
         differentiate(home, case, arrays, **way)
 
 
+def map_options(case):
+    """The case's options, the map in blocks that Hopper's kernels meet whole where they run."""
+    from score_cases import block_sums, score_options
+
+    others = replace(case, scores=tuple(name for name in case.scores if name != "block_map"))
+    options = score_options(others)
+    if "mask" in options:  # full blocks beside partial ones
+        options["mask"][..., :256] = True
+    block = (40, 64) if case.dtype == "float32" else (128, 128)
+    grid = (*case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
+    whole = block_sums(~Scores(grid, 0, options).visible(), block) == 0
+    kinds = np.random.default_rng(case.head_dim).integers(0, 3, whole.shape)
+    kinds = np.where(whole, kinds, np.minimum(kinds, 1))
+    return {**options, "block_map": cuflash.BlockMap(kinds, block)}
+
+
+def sanitize_map(home, case):
+    from score_cases import check
+
+    check(home, case, options=map_options(case))
+
+
 def part_of(cases, arguments):
     """All cases, or every PARTS-th from the PART-th on, as the command line says."""
     if not arguments:
@@ -135,6 +172,9 @@ def main(arguments=()):
     for number, case in enumerate(SCORED, 1):
         print(f"{number}/{len(SCORED)} {case}", flush=True)
         check(CUPY, case)
+    for number, case in enumerate(MAPS, 1):
+        print(f"map {number}/{len(MAPS)} {case}", flush=True)
+        sanitize_map(CUPY, case)
     return 0
 
 

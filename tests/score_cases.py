@@ -9,6 +9,7 @@ from strategies import forced_tile
 
 import cuflash
 from cuflash import reference
+from cuflash.reference_scores import Scores
 
 SCORES = (
     "softcap", "bias", "alibi_slopes", "mask", "q_lens", "kv_lens", "segments", "sinks",
@@ -56,8 +57,26 @@ def score_options(case):
     found = {}
     for name in case.scores:
         found |= {n: np.asarray(x) if isinstance(x, np.integer) else x
-                  for n, x in drawn[name].items()}  # fmt: skip
+                  for n, x in drawn.get(name, {}).items()}  # fmt: skip
+    if "block_map" in case.scores:
+        found["block_map"] = random_map(rng, grid, Scores(grid, 0, found).visible())
     return found
+
+
+def block_sums(x, block):
+    """Sums of the last two axes, block by block."""
+    for axis, size in zip((-2, -1), block):
+        x = np.add.reduceat(x, np.arange(0, x.shape[axis], size), axis=axis)
+    return x
+
+
+def random_map(rng, grid, seen):
+    """A map for scores of shape grid, full only where all pairs of a block are seen."""
+    sizes = (16, 40, 64, 128, 256)
+    block = tuple(int(rng.choice(sizes)) for _ in range(2))
+    whole = block_sums(~seen, block) == 0
+    kinds = rng.integers(0, 3, whole.shape)
+    return cuflash.BlockMap(np.where(whole, kinds, np.minimum(kinds, 1)), block)
 
 
 OPTIONAL = ("bias", "alibi_slopes", "sinks")
@@ -67,6 +86,8 @@ def to_home(home, options):
     """The options with their arrays on a home."""
 
     def move(x):
+        if isinstance(x, cuflash.BlockMap):
+            return cuflash.BlockMap(home.to_home(x.kinds), x.block)
         return home.to_home(x) if isinstance(x, np.ndarray) else x
 
     return {

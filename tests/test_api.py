@@ -109,7 +109,7 @@ def test_signature_is_the_contract():
     assert [n for n, p in parameters.items() if p.kind is kinds.KEYWORD_ONLY] == (
         "scale causal causal_offset window softcap bias alibi_slopes mask q_lens kv_lens "
         "q_segment_ids "
-        "kv_segment_ids sinks score_mod mask_mod score_args dropout_p seed layout precision out "
+        "kv_segment_ids block_map sinks score_mod mask_mod score_args dropout_p seed layout precision out "
         "return_lse"
     ).split()
 
@@ -123,6 +123,7 @@ SCORED = {
     "kv_lens": [7, 7],
     "q_segment_ids": np.zeros((2, 5), int),
     "kv_segment_ids": np.zeros((2, 7), int),
+    "block_map": cuflash.BlockMap(np.ones((1, 1), int)),
     "sinks": np.zeros(4),
     "score_mod": lambda s, b, h, i, j: s,
     "mask_mod": lambda b, h, i, j: i >= j,

@@ -36,6 +36,12 @@ def hopper(on_host):
     return [(case, plan) for case, plan in pairs if "sm90" in plan.kernel]
 
 
+@pytest.mark.parametrize("case", sanitize_cases.MAPS[::3], ids=repr)
+def test_maps(case):
+    """What the script compares stands on the CPU, too."""
+    sanitize_cases.sanitize_map(NUMPY, case)
+
+
 def _shape(plan):
     return "band" if plan["kBand"] else "tail" if plan["kTail"] else "whole"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import score_text
+from .. import block_lists, score_text
 from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
 from ..score_text import ELEMENTS, Options
 
@@ -56,8 +56,8 @@ FORWARD_TILES = {
     ),
 }
 
-# In place of those rows where more addresses or another assembler's order exceed the registers:
-# reads by element with a band, and from sm_100 on with a band or reads by element.
+# In place of those rows where more addresses or another assembler's order exceed the registers: two
+# of a band, reads by element and a block map; from sm_100 on one of them.
 LEAN_FORWARD_TILES = {
     (2, 64): (Tile(128, 64, 4, 2, 2),),
     (2, 128): (Tile(64, 64, 4, 2, 2), Tile(64, 64, 4, 1)),
@@ -143,9 +143,9 @@ def _sliced(head_dim: int, tile: Tile) -> int:
 
 def _forward_tiles(problem, device, access, options):
     """The table that holds for a call."""
-    conditions = (problem.bounded, access.load_bytes == 0)
+    conditions = (problem.bounded, access.load_bytes == 0, problem.block_map is not None)
     recent = device.capability >= 100
-    lean = all(conditions) or (recent and any(conditions))
+    lean = sum(conditions) > 1 or (recent and any(conditions))
     return {
         **FORWARD_TILES,
         **(LEAN_FORWARD_TILES if lean else {}),
@@ -193,7 +193,13 @@ def forward_smem(problem, tile: Tile, stats: bool) -> int:
     stage = tile_bytes(tile.block_n, head_dim, item)
     stage += 0 if stats else tile_bytes(tile.block_n, head_dim_v, item)
     inputs = 0 if tile.direct else tile_bytes(tile.block_m, head_dim, item) + tile.stages * stage
-    return max(inputs, 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)) + 64
+    outputs = 0 if stats else tile_bytes(tile.block_m, head_dim_v, item)
+    return max(inputs, outputs) + _value_bytes(problem)
+
+
+def _value_bytes(problem) -> int:
+    """Of a block's values, 16 each."""
+    return 64 if problem.block_map is None else 80
 
 
 def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
@@ -211,7 +217,7 @@ def backward_smem(problem, tile: Tile, need_dq: bool) -> int:
     stage += round_up(tile_bytes(3, tile.block_m, max(item, 4)), 128)
     scores = 2 if tile.share > 1 else int(need_dq)  # tiles of dS^T and P^T
     scores *= tile_bytes(tile.block_n, tile.block_m, item)
-    return keys + tile.stages * stage + scores + 64 + 16 * tile.warps
+    return keys + tile.stages * stage + scores + _value_bytes(problem) + 16 * tile.warps
 
 
 def _dq_warps(tile: Tile, slice_dim: int) -> tuple[int, int]:
@@ -241,6 +247,7 @@ def _common(problem, tile):
         ("kIntervals", problem.packed),
         # Whether a sequence ends inside a block; with a band the masked bodies see to that.
         ("kTail", not problem.bounded and tail),
+        ("kBlockMap", problem.block_map is not None),
     ]
 
 
@@ -287,7 +294,7 @@ def forward_plan(
         smem,
         tuple(constants),
         score=score_text.text(options),
-        operands=score_text.rows(options, forward=True),
+        operands=score_text.rows(options, forward=True) + block_lists.rows(problem),
     )
 
 
@@ -336,7 +343,7 @@ def backward_plan(
         smem,
         tuple(constants),
         score=score_text.text(options),
-        operands=score_text.rows(options, forward=False),
+        operands=score_text.rows(options, forward=False) + block_lists.rows(problem),
     )
 
 
@@ -391,6 +398,26 @@ def intervals_plan() -> Plan:
     """The plan of intervals.cu."""
     constants = (("kThreads", 256),)
     return Plan("intervals", "intervals", 256, 0, constants)
+
+
+def block_map_plan(problem) -> Plan:
+    """The plan of block_map.cu."""
+    options = Options.of(problem)
+    constants = (
+        ("Element", CPP_TYPES[problem.dtype]),
+        ("kBand", problem.band is not None),
+        ("kIntervals", False),
+        ("kThreads", 128),
+    )
+    return Plan(
+        "block_map",
+        "block_map",
+        128,
+        0,
+        constants,
+        score=score_text.text(options),
+        operands=score_text.rows(options, forward=True),
+    )
 
 
 def combine_plan(dtype: str) -> Plan:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .. import score_rows, score_text
+from .. import block_lists, score_rows, score_text
 from ..plan import CPP_TYPES, Plan, round_up
-from ..score_text import Options
+from ..score_text import MAP_UNIT, Options
 
 NAME = "sm90"
 DIRECTIONS = ("forward",)
@@ -49,6 +49,15 @@ FORWARD_TILES = {
     (256, 256): ({512: Tile(128, 64, 2, lazy=True), MANY: _WIDE}, {MANY: _WIDE}),
 }
 
+# With a block map, whose blocks of 128 x 128 or more are met whole: for any number of keys.
+MAP_TILES = {
+    (64, 64): Tile(128, 128, 3, late=True, turns=True),
+    (128, 128): Tile(128, 128, 2, late=True),
+    (192, 128): Tile(128, 128, 2, q_slots=1),
+    (192, 192): _WIDE,
+    (256, 256): _WIDE,
+}
+
 # Registers a thread of the producer and of the consumers, by the number of consumer warpgroups: all
 # of an SM's 65,536 divided.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
@@ -60,7 +69,7 @@ SCORE_TILES = (
     *(Tile(64, keys, 2, lazy=True) for keys in (48, 32, 16)),
 )
 SCORE_REGISTERS = 16  # of a consumer, to compute with
-BAND_REGISTERS = 16  # which has loops for masked and for full blocks
+BAND_REGISTERS = 16  # which, as a block map, has loops for masked and for full blocks
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
 LONG_REGISTERS = 48  # where a pair takes many instructions
 LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
@@ -80,6 +89,8 @@ def reject(problem, device, access) -> str | None:
         return f"it multiplies 16-bit types, not {problem.dtype}"
     if len(problem.batch) > MAX_BATCH_DIMS:
         return f"{len(problem.batch)} leading axes cannot be merged into {MAX_BATCH_DIMS}"
+    if Options.of(problem).map_block is not None:
+        return f"blocks of {problem.block_map} would be met in part: only multiples of 128 are not"
     if problem.num_heads >= 2**31:
         return f"{problem.num_heads} heads: the coordinates of a tensor map have 31 bits"
     if access.unmapped is not None:
@@ -92,6 +103,8 @@ def _score_tile(problem, options, paired) -> Tile:
     tiles = [
         tile for tile in SCORE_TILES if tile.block_n <= LONG_KEYS or not score_rows.is_long(options)
     ]
+    if problem.block_map is not None:  # no block of keys may be met in part
+        tiles = [tile for tile in tiles if MAP_UNIT % tile.block_n == 0]
     for tile in tiles:
         if takes(problem, tile, options, paired) and forward_smem(problem, tile)[0] <= SMEM:
             return tile
@@ -103,10 +116,13 @@ def forward_tile(problem, paired=()) -> Tile:
     options = Options.of(problem)
     if options:
         return _score_tile(problem, options, paired)
+    table = FORWARD_TILES if problem.block_map is None else MAP_TILES
     rows = (
-        row for (dim, dim_v), row in FORWARD_TILES.items()
+        row for (dim, dim_v), row in table.items()
         if problem.head_dim <= dim and problem.head_dim_v <= dim_v
     )
+    if problem.block_map is not None:
+        return next(rows)
     tiles = next(rows)[not problem.bounded]
     seen = problem.seqlen_k
     if problem.packed:  # their mean length
@@ -131,7 +147,7 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
     if options:
         others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
         others += SCORE_REGISTERS + score_rows.query_registers(options)
-        others += BAND_REGISTERS * problem.bounded
+        others += BAND_REGISTERS * (problem.bounded or problem.block_map is not None)
         # One warpgroup alone has all that a thread can name, and nothing to spare.
         others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
         others += LONG_REGISTERS * score_rows.is_long(options)
@@ -149,7 +165,8 @@ def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
 
     def total(q_slots, held):
         barriers = 8 * (4 + 2 * q_slots * groups + 5 * tile.stages)
-        return groups * panel * held + ring + round_up(barriers, 16) + 96 + 1024
+        pieces = 96 if problem.block_map is None else 128
+        return groups * panel * held + ring + round_up(barriers, 16) + pieces + 1024
 
     for slots in range(tile.q_slots, 0, -1):
         for held in range(panels_v, 0, -1):
@@ -200,7 +217,8 @@ def forward_plan(
         ("kLate", tile.late),
         ("kTurns", tile.turns),
         ("kLazy", tile.lazy and (problem.bounded or hides(problem))),
-        ("kSkip", tile.skip and problem.bounded),
+        ("kSkip", tile.skip and problem.bounded and problem.block_map is None),
+        ("kBlockMap", problem.block_map is not None),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),
         ("kSmemBytes", smem),
@@ -215,5 +233,5 @@ def forward_plan(
         constants,
         products,
         score_text.text(options, paired),
-        score_text.rows(options, forward=True),
+        score_text.rows(options, forward=True) + block_lists.rows(problem),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .. import score_text
+from .. import block_lists, score_text
 from ..plan import CPP_TYPES, Plan, round_up
 from ..score import ordered
 from ..score_text import Options
@@ -201,6 +201,7 @@ def backward_plan(
         ("kBand", problem.bounded),
         ("kIntervals", problem.packed),
         ("kTail", not problem.bounded and tail),
+        ("kBlockMap", problem.block_map is not None),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
@@ -219,7 +220,10 @@ def backward_plan(
         ("kDqBuffers", dq_buffers),
         ("kDpEarly", tile.dp_early),
         # cast.cu finds the blocks that nobody adds to by a band only.
-        ("kStoreFirst", ordered and tile.store_first and not problem.packed),
+        (
+            "kStoreFirst",
+            ordered and tile.store_first and not problem.packed and problem.block_map is None,
+        ),
         ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kConsumerRegisters", CONSUMER_REGISTERS),
         ("kSmemBytes", smem),
@@ -240,5 +244,5 @@ def backward_plan(
         constants,
         products,
         score=score_text.text(options, quick=True),
-        operands=score_text.rows(options, forward=False),
+        operands=score_text.rows(options, forward=False) + block_lists.rows(problem),
     )

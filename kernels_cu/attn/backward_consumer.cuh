@@ -50,10 +50,7 @@ struct Consumer {
     // Of a step's query head.
     __device__ __forceinline__ Sees sees(const Walk& walk) const {
         u32 head = work.head * p.group;
-        if (Score::kProgram && p.group > 1) {
-            const BlockRange range = smem.range().get();
-            head += p.group - ceil_div(u32(walk.left), u32(range.end - range.begin));
-        }
+        if (Score::kProgram && p.group > 1) head += walk.head_of_group(p.group);
         return sees(head);
     }
 
@@ -306,11 +303,20 @@ struct Consumer {
         mbarrier_wait(smem.k_full(), k_phase);
     }
 
+    // Among which queries those of this block are; with a block map lists say which.
+    __device__ __forceinline__ BlockRange all_queries() const {
+        if constexpr (Plan::kBlockMap) return {0, 0, 0, int(p.num_m_blocks)};
+        return smem.range().get();
+    }
+    __device__ __forceinline__ bool meets(u32 head_of_group, int i) const {
+        if constexpr (!Plan::kBlockMap) return true;
+        return smem.lists().get().of(head_of_group).has(i / Plan::kBlockM);
+    }
     // What the zeros have kept out of 16 rows of dk or dv, for the queries that see a key.
     template <bool kWeight, class Tile>
     __device__ __forceinline__ void restore_keys(const Tile& tile, const void* array,
                                                  const Strides& strides, i32 dim) const {
-        const BlockRange range = smem.range().get();
+        const BlockRange range = all_queries();
         for (u32 head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
             const Sees visible = sees(head);
             const Rows<const T> rows(
@@ -318,14 +324,17 @@ struct Consumer {
                 p.seqlen_q, dim);
             restore_nonfinite<kWeight>(tile, first_key + warp_row(), rows,
                                        range.begin * Plan::kBlockM, range.end * Plan::kBlockM,
-                                       [&](int j, int i) { return visible.transposed(j, i); });
+                                       [&](int j, int i) {
+                                           return visible.transposed(j, i) &&
+                                                  meets(head - work.head * p.group, i);
+                                       });
         }
         __syncwarp();
     }
     // The same for dq. NaN plus anything is NaN, so these additions need no turn of their own; but
     // the first addition may be a write, which this block's own turn comes after.
     __device__ __forceinline__ void restore_queries() const {
-        const BlockRange range = smem.range().get();
+        const BlockRange range = all_queries();
         const Rows<const T> keys(
             head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
             p.k_strides, p.seqlen_k, p.head_dim);
@@ -347,7 +356,7 @@ struct Consumer {
                     const T raw = *keys.at(j, d);
                     if (!is_nonfinite(raw)) continue;
                     for (int i = first + all_thread(); i < last; i += kConsumerThreads)
-                        if (visible(i, j))
+                        if (visible(i, j) && meets(head, i))
                             red_add(accum + fragment_index<true, Plan::kAccumTiles>(i, d),
                                     to_float(raw) * 0);
                 }
@@ -394,7 +403,10 @@ __device__ __forceinline__ void run_block(const Params& p, Consume consume) {
     const Work<1> work = work_of(p, take_ticket<kOrdered>(p.ticket, smem.base));
     if (threadIdx.x == 0) {
         smem.init();
-        smem.range().set(queries_of(p, work));
+        if constexpr (Plan::kBlockMap)
+            smem.lists().set(group_lists(p, work.batch, work.head, work.block));
+        else
+            smem.range().set(queries_of(p, work));
         Score::for_each_start(p, work.batch,
                               [&](int n, const void* start) {
                                   smem.start(n).set(__cvta_generic_to_global(start));

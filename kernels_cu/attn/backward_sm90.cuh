@@ -26,6 +26,10 @@
 // but never beyond those of a group of p.turn_group blocks of each of p.section heads, which are at
 // most as many as there are SMs: all of a group run at once before any of them waits for ever. With
 // a band ranges are staggered by themselves, and tickets are in the order of the turns.
+//
+// With a block map blocks of queries are places in a list for each head (attn/block_map.cuh).
+// Tickets are in the order of the turns, which are counted among the blocks of keys that visit the
+// same queries; without turns the lists begin at different blocks. Every sum then begins with 0.
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -35,6 +39,7 @@
 #include "../ptx/wgmma.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
+#include "block_map.cuh"
 #include "range.cuh"
 #include "stats.cuh"
 #include "transposed.cuh"
@@ -165,6 +170,10 @@ struct Shared {
     __device__ __forceinline__ SharedValue<u64> start(int n) const {
         return {base + kRangeBegin + 16 * (1 + n)};
     }
+    // In its place with a block map.
+    __device__ __forceinline__ SharedValue<GroupLists> lists() const {
+        return {base + kRangeBegin};
+    }
     __device__ __forceinline__ void init() const {
         for (int n = 0; n < kRings; ++n)
             mbarrier_init(barrier(n), n < 2 + Plan::kDqBuffers ? 1 : 4);
@@ -191,7 +200,8 @@ template <int kStages> struct Cursor {
 
 __device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
     Work<1> work(index, p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned);
-    if constexpr (kOrdered && Plan::kBand) work.block = int(p.num_blocks) - 1 - work.block;
+    if constexpr (kOrdered && (Plan::kBand || Plan::kBlockMap))
+        work.block = int(p.num_blocks) - 1 - work.block;
     return work;
 }
 
@@ -246,12 +256,12 @@ __device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, int m)
 
 // The order in which a block of keys meets its blocks of queries: from one of them round to where it
 // began, once for each query head of the group.
-struct Walk {
+struct RangeWalk {
     const Shared& smem;
     int m;
     int left;  // steps over all heads
 
-    __device__ __forceinline__ Walk(const Params& p, const Shared& shared, const Work<1>& w)
+    __device__ __forceinline__ RangeWalk(const Params& p, const Shared& shared, const Work<1>& w)
         : smem(shared) {
         const BlockRange range = smem.range().get();
         m = Plan::kBand ? range.begin : Place(p, w).start(p);
@@ -273,7 +283,60 @@ struct Walk {
         if constexpr (Score::kHides) return true;
         return __any_sync(kFullWarp, masked());
     }
+    // More than 0 while there is a step. As a bool it would cost the assembler 2 % more code.
+    __device__ __forceinline__ int more() const { return left; }
+    __device__ __forceinline__ bool last() const { return left == 1; }
+    __device__ __forceinline__ int block() const { return m; }
+    __device__ __forceinline__ u32 head_of_group(u32 group) const {
+        const BlockRange range = smem.range().get();
+        return group - ceil_div(u32(left), u32(range.end - range.begin));
+    }
 };
+// The same along a block map's lists. Consumers hardly ever ask which block it is.
+struct ListWalk {
+    const Params& p;
+    const Shared& smem;
+    int place = 0;
+    u32 head = 0;  // of the group
+
+    __device__ __forceinline__ ListWalk(const Params& params, const Shared& shared, const Work<1>&)
+        : p(params), smem(shared) {
+        skip_empty(head);
+    }
+    __device__ __forceinline__ BlockList list_of(u32 n) const { return smem.lists().get().of(n); }
+    __device__ __forceinline__ BlockList list() const { return list_of(head); }
+    // On to a head whose list has blocks.
+    __device__ __forceinline__ void skip_empty(u32& n) const {
+        while (n < p.group && list_of(n).count() == 0) ++n;
+    }
+    __device__ __forceinline__ int more() const { return head < p.group; }
+    __device__ __forceinline__ bool last() const {
+        if (place + 1 < list().count()) return false;
+        u32 next = head + 1;
+        skip_empty(next);
+        return next == p.group;
+    }
+    __device__ __forceinline__ void next() {
+        if (++place == list().count()) ++head, place = 0, skip_empty(head);
+    }
+    __device__ __forceinline__ bool masked() const {
+        if constexpr (!kMasks) return false;
+        return place >= list().range().full_end;
+    }
+    __device__ __forceinline__ bool masked_by_vote() const {
+        return __any_sync(kFullWarp, masked());
+    }
+    __device__ __forceinline__ int block() const { return list().block(place); }
+    __device__ __forceinline__ u32 head_of_group(u32) const { return head; }
+};
+using Walk = Select<Plan::kBlockMap, ListWalk, RangeWalk>::type;
+
+__device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, const RangeWalk& walk) {
+    return turn_of(p, w, walk.m);
+}
+__device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>&, const ListWalk& walk) {
+    return walk.list().turn(walk.place, p.num_m_blocks);
+}
 // Counts the heads of a walk.
 struct HeadCounter {
     const Shared& smem;
@@ -283,12 +346,15 @@ struct HeadCounter {
     __device__ __forceinline__ HeadCounter(const Shared& shared, u32 first)
         : smem(shared), head(first), until_next(steps()) {}
     __device__ __forceinline__ int steps() const {
+        if constexpr (Plan::kBlockMap) return 0;
         const BlockRange range = smem.range().get();
         return range.end - range.begin;
     }
     __device__ __forceinline__ void next() {
-        if (--until_next == 0) ++head, until_next = steps();
+        if (!Plan::kBlockMap && --until_next == 0) ++head, until_next = steps();
     }
+    __device__ __forceinline__ u32 of(const RangeWalk&) const { return head; }
+    __device__ __forceinline__ u32 of(const ListWalk& walk) const { return head + walk.head; }
 };
 
 // ---- producer ----------------------------------------------------------------------------------
@@ -310,15 +376,15 @@ __device__ __forceinline__ void load_k(const Params& p, const Shared& smem, cons
 
 __device__ __forceinline__ void produce(const Params& p, const Shared& smem, const Work<1>& w) {
     Walk walk(p, smem, w);
-    if (walk.left == 0) return;
+    if (walk.more() == 0) return;
     load_k(p, smem, w);
     Cursor<Plan::kStages> q;
     Cursor<Plan::kStagesV> dout;
     HeadCounter heads(smem, w.head * p.group);
 #pragma unroll 1
-    for (bool first = true; walk.left > 0; walk.next(), heads.next(), first = false) {
-        const int m = walk.m;
-        const u32 head = heads.head;
+    for (bool first = true; walk.more() > 0; walk.next(), heads.next(), first = false) {
+        const int m = walk.block();
+        const u32 head = heads.of(walk);
         const float* stats = static_cast<const float*>(p.stats) +
                              i64(w.batch * p.num_heads + head) * 3 * p.stats_pitch +
                              i64(m) * Plan::kBlockM;
@@ -352,7 +418,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
     HeadCounter heads(smem, w.batch * p.num_heads + w.head * p.group);
     int others = reducer;  // steps of others before the next own one
 #pragma unroll 1
-    for (Walk walk(p, smem, w); walk.left > 0; walk.next(), heads.next()) {
+    for (Walk walk(p, smem, w); walk.more() > 0; walk.next(), heads.next()) {
         if constexpr (Plan::kReducers > 1) {
             if (others > 0) {
                 --others;
@@ -360,10 +426,10 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
             }
             others = Plan::kReducers - 1;
         }
-        const int m = walk.m;
+        const int m = walk.block();
         u32 turn = 0;
-        if constexpr (kOrdered) turn = u32(opaque(int(turn_of(p, w, m))));
-        const i64 head = heads.head;
+        if constexpr (kOrdered) turn = u32(opaque(int(turn_of(p, w, walk))));
+        const i64 head = heads.of(walk);
         float* const accum = static_cast<float*>(p.dq_accum) + head * p.accum_pitch +
                              i64(m) * (Plan::kBlockM / 16 * Plan::kAccumTiles * 128);
         u32* const flag = static_cast<u32*>(p.flags) + head * p.num_m_blocks + m;

@@ -19,7 +19,7 @@ template <class Score, int kColTiles, bool kOptions = Score::kProgram> struct Sc
 
     __device__ __forceinline__ void begin(const Params&, u32, u32, int) {}
     __device__ __forceinline__ void read(const Params&, int) {}
-    __device__ __forceinline__ void apply(const Params&, Scores&, int) const {}
+    template <bool> __device__ __forceinline__ void apply(const Params&, Scores&, int) const {}
     __device__ __forceinline__ void drop(Scores&) const {}
 };
 
@@ -73,17 +73,18 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
                   Key{first - Score::first_key(queries[r / 2]), 8 * n + r % 2});
         }
     }
-    template <bool kNear>
+    template <bool kNear, bool kLooks>
     __device__ __forceinline__ void evaluate(const Params& p, Scores& s, int col) const {
         for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
             const auto at = Score::elements(p, ahead, q, half, n, r, j);
             if constexpr (Score::kChanges) x = Score::template value<kNear>(p, x, q, j, at);
-            if constexpr (Score::kHides)
+            if constexpr (kLooks && Score::kHides)
                 x = Score::visible(p, q, j, at) ? x : -infinity<float>();
         });
     }
-    // The product becomes the score, -inf where the key is hidden. Keys behind the sequence's end
-    // get any value.
+    // The product becomes the score, -inf where the key is hidden if it `kLooks`. Keys behind the
+    // sequence's end get any value.
+    template <bool kLooks>
     __device__ __forceinline__ void apply(const Params& p, Scores& s, int col) const {
         if constexpr (Score::kBends) {
             float most[2] = {0, 0};
@@ -94,11 +95,11 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
             const bool near =
                 most[0] <= Score::near(queries[0]) && most[1] <= Score::near(queries[1]);
             if (__all_sync(kFullWarp, near))
-                evaluate<true>(p, s, col);
+                evaluate<true, kLooks>(p, s, col);
             else
-                evaluate<false>(p, s, col);
-        } else if constexpr (Score::kChanges || Score::kHides) {
-            evaluate<true>(p, s, col);
+                evaluate<false, kLooks>(p, s, col);
+        } else if constexpr (Score::kChanges || (kLooks && Score::kHides)) {
+            evaluate<true, kLooks>(p, s, col);
         }
     }
     // Weights that dropout does not keep become 0; the others are scaled with the output.
