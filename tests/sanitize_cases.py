@@ -18,6 +18,7 @@ import sys
 
 import numpy as np
 from dense import visible
+from packed_cases import PackedCase
 from strategies import DTYPES, Case
 
 PORTABLE = tuple(
@@ -61,6 +62,19 @@ SCORED = tuple(
         (256, "bfloat16", (70, 258), ("score_mod", "kv_lens", "q_lens", "mask_mod"), {}),
     )
 )
+# Packed sequences: blocks that several of them share, rows behind the last one.
+PACKED = tuple(
+    PackedCase(
+        (3, 0, 150, 70), (90, 60, 150, 0), (9, 40), (2, 1), (dim, dim), dtype, dict(band), scores
+    )
+    for dim, dtype, band, scores in (
+        (64, "float16", (("causal", True),), ()),
+        (128, "bfloat16", (("window", (40, 9)),), ()),
+        (256, "bfloat16", (), ()),
+        (64, "float32", (("causal", True),), ()),
+        (64, "bfloat16", (), ("alibi_slopes", "sinks", "dropout")),
+    )
+)
 CASES = PORTABLE + HOPPER + SCORED
 
 # The ways a case is differentiated, beside the ordered one with all gradients.
@@ -85,9 +99,13 @@ def arrays_of(case):
 
 def sanitize(home, case):
     """All calls of a case; the ordered gradients and the results are compared."""
+    import packed_cases
     import score_cases
     from running import check, differentiate
 
+    if isinstance(case, PackedCase):
+        packed_cases.check(home, case)
+        return
     if case.scores:
         score_cases.check(home, case)
         return
@@ -113,7 +131,7 @@ def main(arguments=()):
     if CUPY is None:
         print(f"needs a GPU: {NO_GPU}", file=sys.stderr)
         return 2
-    cases = part_of(CASES, arguments)
+    cases = part_of(CASES + PACKED, arguments)
     for number, case in enumerate(cases, 1):
         print(f"{number}/{len(cases)} {case}", flush=True)
         sanitize(CUPY, case)
