@@ -18,6 +18,10 @@ UNBOUNDED = 1 << 40  # beyond every array
 _ROOM = 1 << 10  # rows that indices of 32 bits need beyond the arrays (kNowhere in interval.cuh)
 _OFFSETS = ("int32", "int64")  # dtypes that offsets.cu reads
 
+# What CUDA graphs write and read when they are launched again, so that nobody else may have it;
+# nothing tells when a graph is gone.
+_held_by_graphs: list = []
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -90,7 +94,10 @@ def pack(device_id: int, q_offsets, k_offsets, rows, window, shift, places: bool
         device_id, q_begin, k_begin, *(x.data.ptr for x in intervals),
         *([x.data.ptr for x in found] or (0, 0)),
     )  # fmt: skip
-    return Packing(sequences, cleaned[0], shifts, intervals, found)
+    packing = Packing(sequences, cleaned[0], shifts, intervals, found)
+    if cupy.cuda.get_current_stream().is_capturing():
+        _held_by_graphs.append((packing, given, cleaned))
+    return packing
 
 
 def _on_device(offsets):

@@ -326,8 +326,10 @@ struct Pieces {
     }
     // The block at a place of the range.
     __device__ __forceinline__ int block_at(int place) const {
-        if constexpr (Plan::kBlockMap)
-            return BlockList{smem.list(cursor.stage).get()}.block(place);
+        if constexpr (Plan::kBlockMap) {
+            const int block = BlockList{smem.list(cursor.stage).get()}.block(place);
+            return Score::kProgram ? uniform(block) : block;  // else scores' registers spill
+        }
         return place;
     }
     // False when there is no more.

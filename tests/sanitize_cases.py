@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 from dense import visible
+from packed_cases import PackedCase
 from strategies import DTYPES, Case
 
 import cuflash
@@ -65,11 +66,22 @@ SCORED = tuple(
         (256, "bfloat16", (70, 258), ("score_mod", "kv_lens", "q_lens", "mask_mod"), {}),
     )
 )
-CASES = PORTABLE + HOPPER + SCORED
-
+# Packed sequences: blocks that several of them share, rows behind the last one.
+PACKED = tuple(
+    PackedCase(
+        (3, 0, 150, 70), (90, 60, 150, 0), (9, 40), (2, 1), (dim, dim), dtype, dict(band), scores
+    )
+    for dim, dtype, band, scores in (
+        (64, "float16", (("causal", True),), ()),
+        (128, "bfloat16", (("window", (40, 9)),), ()),
+        (256, "bfloat16", (), ()),
+        (64, "float32", (("causal", True),), ()),
+        (64, "bfloat16", (), ("alibi_slopes", "sinks", "dropout")),
+    )
+)
 # Options on scores, in Hopper's backward: keys of both warpgroups, shared keys, a fragment kept for
 # gradients of arrays, in both kernels; hidden pairs in each.
-SCORED = tuple(
+SCORED += tuple(
     Case(130, 200, dim, dim, 4, 2, (2,), (2,), (2,), dtype=dtype, scores=scores, **band)
     for dim, dtype, scores, band in (
         (64, "float16", ("softcap", "bias", "mask", "alibi_slopes"), {}),
@@ -90,6 +102,8 @@ MAPS = tuple(
         (("block_map", "mask", "softcap"), {}),
     )
 )
+
+CASES = PORTABLE + HOPPER + SCORED + PACKED
 
 # The ways a case is differentiated, beside the ordered one with all gradients.
 _UNORDERED = dict(deterministic=False)
@@ -113,9 +127,13 @@ def arrays_of(case):
 
 def sanitize(home, case):
     """All calls of a case; the ordered gradients and the results are compared."""
+    import packed_cases
     import score_cases
     from running import check, differentiate
 
+    if isinstance(case, PackedCase):
+        packed_cases.check(home, case)
+        return
     if case.scores:
         score_cases.check(home, case)
         return
@@ -163,18 +181,10 @@ def main(arguments=()):
     if CUPY is None:
         print(f"needs a GPU: {NO_GPU}", file=sys.stderr)
         return 2
-    cases = part_of(CASES, arguments)
+    cases = part_of(CASES + MAPS, arguments)
     for number, case in enumerate(cases, 1):
         print(f"{number}/{len(cases)} {case}", flush=True)
-        sanitize(CUPY, case)
-    from score_cases import check
-
-    for number, case in enumerate(SCORED, 1):
-        print(f"{number}/{len(SCORED)} {case}", flush=True)
-        check(CUPY, case)
-    for number, case in enumerate(MAPS, 1):
-        print(f"map {number}/{len(MAPS)} {case}", flush=True)
-        sanitize_map(CUPY, case)
+        (sanitize_map if case in MAPS else sanitize)(CUPY, case)
     return 0
 
 

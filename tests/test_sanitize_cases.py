@@ -7,7 +7,7 @@ import pytest
 import sanitize_cases
 from conftest import NUMPY
 from launches import gpu_side, on_host  # noqa: F401
-from sanitize_cases import CASES, HOPPER, SCORED, arrays_of, sanitize, ways
+from sanitize_cases import CASES, HOPPER, PACKED, SCORED, arrays_of, sanitize, ways
 from score_cases import OPTIONAL, check
 
 import cuflash
@@ -113,4 +113,9 @@ def test_a_scored_case_passes_on_the_cpu(case):
 def test_a_case_passes_on_the_cpu(case):
     assert np.isnan(arrays_of(case)["k"]).any()
     assert sanitize_cases.ways(case) != ways(CASES[0])
+    sanitize(NUMPY, case)
+
+
+@pytest.mark.parametrize("case", PACKED[2:4], ids=repr)
+def test_a_packed_case_passes_on_the_cpu(case):
     sanitize(NUMPY, case)

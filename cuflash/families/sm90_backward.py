@@ -108,6 +108,11 @@ def keeps_fragment(options: Options) -> bool:
     return facts["kGradients"] and (facts["kKeepsScore"] or not facts["kUnit"])
 
 
+def _by_band(problem) -> bool:
+    """Whether nothing but a band says which blocks meet."""
+    return not problem.packed and problem.block_map is None
+
+
 def takes(problem, tile: Tile) -> bool:
     """Whether a kernel has that tile: what the kernels assert, and no more accumulators than there
     are registers.
@@ -219,11 +224,9 @@ def backward_plan(
         ("kReducers", reducers),
         ("kDqBuffers", dq_buffers),
         ("kDpEarly", tile.dp_early),
-        # cast.cu finds the blocks that nobody adds to by a band only.
-        (
-            "kStoreFirst",
-            ordered and tile.store_first and not problem.packed and problem.block_map is None,
-        ),
+        # cast.cu finds the blocks that nobody adds to by a band only; and what waits for the first
+        # turn (restore_queries) has no registers left beside options.
+        ("kStoreFirst", ordered and tile.store_first and _by_band(problem) and not options),
         ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kConsumerRegisters", CONSUMER_REGISTERS),
         ("kSmemBytes", smem),

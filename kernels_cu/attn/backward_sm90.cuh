@@ -25,7 +25,9 @@
 // (Walk); the turns follow the order of time. Whoever is waited for may then have a later ticket,
 // but never beyond those of a group of p.turn_group blocks of each of p.section heads, which are at
 // most as many as there are SMs: all of a group run at once before any of them waits for ever. With
-// a band ranges are staggered by themselves, and tickets are in the order of the turns.
+// a band ranges are staggered by themselves, and tickets are in the order of the turns. So they are
+// with packed sequences (attn/interval.cuh), though blocks of one sequence without a window begin at
+// the same queries: then each is a step behind the one before it.
 //
 // With a block map blocks of queries are places in a list for each head (attn/block_map.cuh).
 // Tickets are in the order of the turns, which are counted among the blocks of keys that visit the
