@@ -326,10 +326,8 @@ struct Pieces {
     }
     // The block at a place of the range.
     __device__ __forceinline__ int block_at(int place) const {
-        if constexpr (Plan::kBlockMap) {
-            const int block = BlockList{smem.list(cursor.stage).get()}.block(place);
-            return Score::kProgram ? uniform(block) : block;  // else scores' registers spill
-        }
+        if constexpr (Plan::kBlockMap)
+            return BlockList{smem.list(cursor.stage).get()}.block(place);
         return place;
     }
     // False when there is no more.

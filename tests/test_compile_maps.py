@@ -5,7 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from test_compile import Point, check, compile_all, known_architectures, score_programs
+from test_compile import (
+    Point,
+    check,
+    compile_all,
+    every_gradient,
+    known_architectures,
+    score_programs,
+)
 
 from cuflash import jit
 from cuflash.families import Access, device_of, portable, sm90, sm90_backward
@@ -79,4 +86,31 @@ def test_the_kernel_that_makes_maps_builds_clean(nvrtc):
         plan = portable.block_map_plan(problem)
         if capability in known_architectures(nvrtc):
             jobs.append((f"{plan}", plan, jit.architecture(*divmod(capability, 10))))
+    check(compile_all(jobs))
+
+
+def test_hopper_kernels_with_maps_and_scores_build_clean(nvrtc):
+    """Lists beside what scores need: the producer's registers and the consumers'."""
+    jobs, programs = [], score_programs()
+    device, access = device_of(90), Access(16, 16)
+    for name, dim, mask, backward in (
+        ("dropout", 64, "tail", False),
+        ("score_mod", 128, "band", False),
+        ("everything", 256, "tail", False),
+        ("dropout", 128, "tail", True),
+        ("bias, slopes and mask", 64, "band", True),
+        ("everything", 128, "tail", True),
+    ):
+        point = Point(90, "bfloat16", (dim, dim), mask, 16, "hopper")
+        problem = replace(point.problem(), block_map=WHOLE, **programs[name])
+        plan = point.plan(problem)
+        if backward:
+            assert sm90_backward.reject(problem, device, access) is None
+            gradients = every_gradient(problem) if problem.program is not None else ()
+            plan = sm90_backward.backward_plan(
+                problem, device, access, need_dq=True, need_dkv=True, deterministic=True,
+                gradients=gradients,
+            )  # fmt: skip
+        assert plan["kBlockMap"] and 128 % plan["kBlockM"] == 128 % plan["kBlockN"] == 0
+        jobs.append((f"{point}, {name}: {plan}", plan, "sm_90a"))
     check(compile_all(jobs))

@@ -62,6 +62,10 @@ MAP_TILES = {
 # of an SM's 65,536 divided.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
+# The same with a block map and options on scores: the producer keeps a list beside what it reads of
+# longer parameters.
+MAP_SCORE_REGISTERS = {**REGISTERS, 2: (56, 224)}
+
 # With options on scores, which need registers of their own: two warpgroups of consumers, the first
 # that holds all of it. Hidden inf and NaN are looked for only where an output is not finite.
 SCORE_TILES = (
@@ -140,6 +144,12 @@ def hides(problem) -> bool:
     return problem.program is not None and problem.program.visible is not None
 
 
+def registers(problem, tile: Tile) -> tuple[int, int]:
+    """Of a thread of the producer and of the consumers."""
+    listed = problem.block_map is not None and Options.of(problem)
+    return (MAP_SCORE_REGISTERS if listed else REGISTERS)[tile.block_m // 64]
+
+
 def takes(problem, tile: Tile, options=None, paired=()) -> bool:
     """Whether a consumer's registers hold scores, weights and output, and what options need."""
     accumulators = (tile.block_n + tile.block_n // 2 + round_up(problem.head_dim_v, 16)) // 2
@@ -151,7 +161,7 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
         # One warpgroup alone has all that a thread can name, and nothing to spare.
         others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
         others += LONG_REGISTERS * score_rows.is_long(options)
-    return accumulators + others <= REGISTERS[tile.block_m // 64][1]
+    return accumulators + others <= registers(problem, tile)[1]
 
 
 def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
@@ -192,7 +202,7 @@ def forward_plan(
     given, tile = tile, forward_tile(problem, paired) if tile is None else tile
     smem, q_slots, out_panels, out_in_q = forward_smem(problem, tile)
     consumers = tile.block_m // 64
-    producer_registers, consumer_registers = REGISTERS[consumers]
+    producer_registers, consumer_registers = registers(problem, tile)
     if given is not None and not takes(problem, tile, options, paired):
         raise NotImplementedError(
             f"{tile} needs more than {consumer_registers} registers a thread for head_dim_v "

@@ -68,7 +68,12 @@ THREADS = 3 * 128
 
 
 def reject(problem, device, access) -> str | None:
-    """Why this family cannot run the problem backward, or None: options on scores never hinder."""
+    """Why this family cannot run the problem backward, or None. Options on scores hinder only where
+    functions of them, beside a block map's lists, would not fit the registers of the wide kernel.
+    """
+    if problem.block_map is not None and problem.program is not None:
+        if max(problem.head_dim, problem.head_dim_v) > 128:
+            return "no register is left for a block map beside score functions and head_dim > 128"
     plain = replace(problem, program=None, sinks=False, dropout=False)
     return sm90.reject(plain, device, access)
 
@@ -80,7 +85,9 @@ def tile_of(problem, options: Options | None = None) -> Tile:
     tiles = BACKWARD_TILES
     if options:
         tiles = SCORE_TILES
-        if crowded(options, widest, problem.bounded):
+        mapped = problem.block_map is not None
+        dropping = mapped and problem.dropout and widest > 64
+        if dropping or crowded(options, widest, problem.bounded or mapped):
             tiles = CROWDED_TILES
         if keeps_fragment(options):
             tiles = KEPT_TILES
