@@ -222,6 +222,41 @@ def test_hopper_walks_too(host, deterministic):
             assert np.array_equal(rows_at(fields, place, *want.shape[-2:]), want[place])
 
 
+@pytest.mark.parametrize("dim", (64, 256))
+def test_hopper_looks_at_masks_beside_a_map(host, dim):
+    """Only whole blocks of full ones need no look; backward functions of scores beside a map have
+    no registers in wide kernels.
+    """
+    from cuflash.score import Arg, Expr, Program, constant, element, symbol
+
+    cupy, launch, _ = host
+    mask = Arg("grid", "bool", 0, "mask")
+    seen = (Expr(element(0, mask)) & True).node
+    program = Program(symbol("s"), seen, (mask,), constant(1.0), ())
+    problem = problem_of(
+        dim=dim, dim_v=dim, length=300, keys=500, batch=(2,), block_map=(128, 256),
+        program=program,
+    )
+    kinds = np.random.default_rng(3).integers(0, 3, (2, 2, 3, 2)).astype(np.uint8)
+    view = view_of(cupy, problem, kinds, (128, 256)).block_map
+    array = cupy.ndarray(None, base=np.ones((2, 2, 300, 500), bool))
+    extras = Extras((array,), block_map=view)
+    q, k, v, out, lse = arrays_of(cupy, problem)
+    launch.forward(problem, q, k, v, out, lse, extras=extras)
+    launch.backward(problem, out, q, k, v, out, lse, None, q, k, v, True, extras=extras)
+    plans = {plan.kernel: (plan, fields) for plan, _, fields in launch.log if plan}
+    main = "bwd_sm90" if dim == 64 else "bwd_portable"
+    assert {"fwd_sm90", main} <= set(plans)
+    for name in ("fwd_sm90", main):
+        plan, fields = plans[name]
+        assert 128 % plan["kBlockM"] == 0 and 128 % plan["kBlockN"] == 0
+        assert "map_kinds" not in fields and fields["arg0"] == array.data.ptr
+        cut = Cut(300, 500, plan["kBlockM"], plan["kBlockN"], None, True)
+        want = block_lists.lists(np, kinds, (128, 256), cut, name == main)
+        for place in np.ndindex(2, 2):
+            assert np.array_equal(rows_at(fields, place, *want.shape[-2:]), want[place])
+
+
 def test_hopper_leaves_maps_in_parts(host):
     cupy, launch, _ = host
     problem = problem_of(length=300, keys=500, block_map=(64, 128))
