@@ -137,6 +137,7 @@ def _main_step(
             *steps.all_strides(problem, a.q, a.k, a.dout, a.dk, a.dv),
             *values,
             *groups,
+            *operands.rest(problem, options, forward=False),
             encoders=(
                 Encoder(a.q, block_m),
                 Encoder(a.k, block_n),

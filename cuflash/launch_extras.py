@@ -142,7 +142,10 @@ class Operands:
             found += [sums.count]
             if options.args[n].kind == "grid":
                 found += [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides
-        return [*found, problem.scale] if forward else found
+        found += [problem.scale]
+        if options.dropout and not forward:
+            found += [STEPS_OF_KEEP / self.keep_limit]
+        return found
 
 
 NONE = Operands()

@@ -35,7 +35,11 @@ struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
     static constexpr bool kChanges = false;
+    static constexpr int kStarts = 0;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
+    template <class Start> __device__ __forceinline__ Score(const Params&, u32, u32, Start) {}
+    template <class F>
+    static __device__ __forceinline__ void for_each_start(const Params&, u32, F) {}
     __device__ __forceinline__ Accum scaled(Accum x) const { return x; }
     __device__ __forceinline__ Accum value(Accum s, int, int) const { return s; }
     __device__ __forceinline__ Accum derivative(Accum, int, int) const { return 1; }
@@ -127,8 +131,11 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
         if options.args[n].kind == "grid":
             found += [(f"sums{n}_strides", "strides")]
-    # backward's table has it for dk
-    return (*found, ("scale", "f64")) if forward else tuple(found)
+    if forward:
+        return (*found, ("scale", "f64"))
+    # backward's table has it for dk; as floats they are operands of instructions
+    found += [("score_scale", "f32"), *([("keep_scale", "f32")] if options.dropout else [])]
+    return tuple(found)
 
 
 def _argument_rows(name, arg):
@@ -143,15 +150,22 @@ def _argument_rows(name, arg):
 # ---- text ------------------------------------------------------------------------------------
 
 
-def text(options: Options, paired: tuple[int, ...] | None = None) -> str:
+def text(
+    options: Options, paired: tuple[int, ...] | None = None, quick: bool = False
+) -> str:
     """The C++ definition of ``struct Score``. With ``paired`` that of kernels which keep their
-    queries (score_rows.py).
+    queries (score_rows.py); ``quick``: of backward kernels with 16-bit results, with
+    attn/tanh.cuh's tanh and numbers that are floats already.
     """
     if not options:
         return PLAIN
     program = options.program
     args = options.args
-    parts = [*_constants(options), *_start(args), *_accessors(args)]
+    parts = [*_constants(options), *_start(args, quick), *_accessors(args)]
+    if quick:
+        parts += [
+            "static __device__ __forceinline__ float tanh_of(float x) { return quick_tanh(x); }"
+        ]
     value = ["return s;"] if program is None else _body(options, program.value)
     parts += _function("Accum value(Accum s, int i, int j)", value)
     slope = ["return 1;"] if program is None else _body(options, program.derivative)
@@ -161,7 +175,7 @@ def text(options: Options, paired: tuple[int, ...] | None = None) -> str:
         seen = _body(options, program.visible)
     parts += _function("bool visible(int i, int j)", seen)
     parts += _function("Accum sink()", _sink(options))
-    parts += _function("Accum keep_scale()", _keep_scale(options))
+    parts += _function("Accum keep_scale()", _keep_scale(options, quick))
     kind = "PackedDropout" if options.packed and options.dropout else "Dropout"
     parts += _function(f"{kind} dropout()", _dropout(options))
     parts += _gradients(options)
@@ -172,12 +186,13 @@ def text(options: Options, paired: tuple[int, ...] | None = None) -> str:
     return "\n".join([*lines, *("    " + part for part in parts), "};", ""])
 
 
-def _constants(options):
+def facts(options: Options) -> dict[str, bool]:
+    """The constants of ``struct Score``, by name."""
     program = options.program
     unit = program is None or program.derivative is constant(1.0)
     needs = any(depends(program.gradients[g.number][2], "s") for g in options.gradients)
-    flags = {
-        "kProgram": True,
+    return {
+        "kProgram": bool(options),
         "kHides": program is not None and program.visible is not None,
         "kUnit": unit,
         "kKeepsScore": needs,
@@ -185,31 +200,58 @@ def _constants(options):
         "kDropout": options.dropout,
         "kGradients": bool(options.gradients),
     }
-    return [f"static constexpr bool {name} = {str(on).lower()};" for name, on in flags.items()]
+
+
+def _constants(options):
+    return [
+        f"static constexpr bool {name} = {str(on).lower()};" for name, on in facts(options).items()
+    ]
 
 
 def _function(head, body):
     return [f"__device__ __forceinline__ {head} const {{", *("    " + line for line in body), "}"]
 
 
-def _start(args):
-    """Where this head's arrays begin."""
+def _start(args, quick):
+    """Where this head's arrays begin. A kernel that cannot keep these in registers keeps where its
+    batch entry's begin, `for_each_start`, and hands them back: start(k).
+    """
+    grids = [(n, ELEMENTS[arg.dtype]) for n, arg in enumerate(args) if arg.kind == "grid"]
     fields = ["const Params& p;", "const u32 batch, head;"]
-    inits = ["p(params)", "batch(of_batch)", "head(of_head)"]
-    for n, arg in enumerate(args):
-        if arg.kind == "grid":
-            element = ELEMENTS[arg.dtype]
-            fields.append(f"const {element}* start{n};")
-            inits.append(
-                f"start{n}(head_start<const {element}>(params.arg{n}, params.arg{n}_strides, "
-                "params.batch_sizes, of_batch, of_head))"
-            )
-    return [
-        *fields,
-        "__device__ __forceinline__ Score(const Params& params, u32 of_batch, u32 of_head)",
-        "    : " + ", ".join(inits) + " {}",
-        *_function("Accum scaled(Accum x)", ["return Accum(p.scale) * x;"]),
+    fields += [f"const {element}* start{n};" for n, element in grids]
+    common = ["p(params)", "batch(of_batch)", "head(of_head)"]
+    anew = [f"start{n}({_head_start(n, element, 'of_batch', 'of_head')})" for n, element in grids]
+    given = [
+        f"start{n}(static_cast<const {element}*>(start({k})) + "
+        f"i64(of_head) * params.arg{n}_strides.head)"
+        for k, (n, element) in enumerate(grids)
     ]
+    visits = [f"f({k}, {_head_start(n, e, 'batch', '0')});" for k, (n, e) in enumerate(grids)]
+    head = "__device__ __forceinline__ Score(const Params& params, u32 of_batch, u32 of_head"
+    return [
+        f"static constexpr int kStarts = {len(grids)};",
+        *fields,
+        head + ")",
+        "    : " + ", ".join(common + anew) + " {}",
+        "template <class Start>",
+        head + ", Start start)",
+        "    : " + ", ".join(common + given) + " {}",
+        "template <class F>",
+        "static __device__ __forceinline__ void for_each_start(const Params& params, u32 batch, "
+        "F f) {",
+        *("    " + visit for visit in visits),
+        "}",
+        *_function(
+            "Accum scaled(Accum x)", [f"return {'p.score_scale' if quick else 'Accum(p.scale)'} * x;"]
+        ),
+    ]
+
+
+def _head_start(n, element, batch, head):
+    return (
+        f"head_start<const {element}>(params.arg{n}, params.arg{n}_strides, params.batch_sizes, "
+        f"{batch}, {head})"
+    )
 
 
 def _read(arg, place):
@@ -272,7 +314,9 @@ def _sink(options):
     return [f"return *{start};"]
 
 
-def _keep_scale(options):
+def _keep_scale(options, quick):
+    if quick and options.dropout:
+        return ["return p.keep_scale;"]
     return [f"return {'Accum(256) / Accum(p.keep_limit)' if options.dropout else '1'};"]
 
 

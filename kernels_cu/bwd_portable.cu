@@ -88,7 +88,7 @@ struct Backward : BackwardScores {
     // dP^T to dS^T.
     __device__ __forceinline__ void to_ds(Scores& ds, Scores& weights, const Kept& kept,
                                           int m_block, int stage, bool masked) const {
-        if constexpr (Score::kDropout) drop(ds, kept);
+        if constexpr (Score::kDropout) drop_from(ds, kept);
         with_stats(ds, stage, 2, [&](Accum& x, Accum delta) { x -= delta; });
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m)
@@ -220,7 +220,7 @@ struct Backward : BackwardScores {
             }
         constexpr bool kShared = Plan::kShare > 1;
         Scores dropped = weights;
-        if constexpr (Score::kDropout) drop(dropped, kept);
+        if constexpr (Score::kDropout) drop_from(dropped, kept);
         if constexpr (kShared)
             store_fragment(weights_tile().part<kQueries>(warp_row, share * kQueries), dropped);
         // dV stands between dP and dS, so that the tensor cores work while dS is formed.

@@ -1,25 +1,10 @@
 // What a score function, hidden keys and dropout do to a block of scores in bwd_portable.cu:
 // between S^T and P^T, and between dP^T and dS^T.
 #pragma once
-#include "attn/mask.cuh"
-#include "attn/score.cuh"
+#include "attn/transposed.cuh"
 #include "bwd_portable_tiles.cuh"
 
-// Whether keys of the sequence may be hidden from a query.
-inline constexpr bool kHidden = Plan::kBand || Score::kHides;
-
-using Sees = Visible<MaskFor<Plan::kBand>, Score>;
-using Bits = FragmentBits<Scores::kRowTiles, Scores::kColTiles>;
-static_assert(Score::kProgram || (!Score::kDropout && !Score::kSinks),
-              "weights and dS then know of neither");
-
-// What dS needs to know of a block's scores: with a score function, what it was a function of or
-// its derivative, and with it or dropout one bit for each pair.
-struct Kept {
-    Scores s;     // only where Score::kKeepsScore or !Score::kUnit
-    Bits seen;    // visible and inside the sequences; only where Score::kProgram
-    Bits weighs;  // kept by dropout; only where Score::kDropout
-};
+using Kept = KeptOf<Scores>;
 
 struct BackwardScores : BackwardBlock {
     const MaskFor<Plan::kBand> mask;
@@ -57,61 +42,28 @@ struct BackwardScores : BackwardBlock {
                    [&](Accum& x, int j, int i) { f(x, i, j); });
     }
 
-    // S^T to the scores that the softmax sees, and what dS needs of them.
+    // The warp's part of a block of queries.
+    __device__ __forceinline__ TransposedBlock<Scores> block(const Sees& sees, int m_block) const {
+        return {sees, first_key() + warp_row, m_block * Plan::kBlockM + share * kQueries};
+    }
     __device__ __forceinline__ void apply_score(Scores& s, Kept& kept, int m_block,
                                                 bool masked) const {
         const Sees sees = visible();
-        const int first_j = first_key() + warp_row;
-        const int first_i = m_block * Plan::kBlockM + share * kQueries;
-        kept.seen.fill(!masked);
-        for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-            const int j = first_j + row_in_fragment(m, r), i = first_i + col_in_fragment(n, r);
-            const int key = sees.key(j), query = sees.query(i);
-            const Accum x = sees.score.scaled(s.x[m][n][r]);
-            if constexpr (Score::kKeepsScore)
-                kept.s.x[m][n][r] = x;
-            else if constexpr (!Score::kUnit)
-                kept.s.x[m][n][r] = sees.score.derivative(x, query, key);
-            s.x[m][n][r] = sees.score.value(x, query, key);
-            if (masked) kept.seen.add(m, n, r, sees.transposed(j, i));
-        });
-        if constexpr (Score::kDropout)
-            sees.score.dropout().keep_transposed(kept.weighs, first_j, first_i);
+        block(sees, m_block).apply_score(s, kept, masked);
     }
-
+    __device__ __forceinline__ void to_score(Scores& ds, const Kept& kept, int m_block) const {
+        const Sees sees = visible();
+        block(sees, m_block).to_score(ds, kept, slice() == 0);  // the others have the same scores
+    }
     __device__ __forceinline__ void hide(Scores& c, const Kept& kept, int m_block) const {
         if constexpr (Score::kProgram) {
-            for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-                c.x[m][n][r] = kept.seen.get(m, n, r) ? c.x[m][n][r] : Accum(0);
-            });
+            hide_unseen(c, kept);
         } else {
             for_each(c, m_block,
                      [&](Accum& x, int i, int j) { x = mask.transposed(j, i) ? x : Accum(0); });
         }
     }
-    // Of weights, or of dP, those that dropout keeps, scaled so that their mean stays.
-    __device__ __forceinline__ void drop(Scores& c, const Kept& kept) const {
-        const Accum scale = score().keep_scale();
-        for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-            c.x[m][n][r] = kept.weighs.get(m, n, r) ? c.x[m][n][r] * scale : Accum(0);
-        });
-    }
-    // From the gradient by what the softmax sees to that by the scaled product; on the way, what
-    // the score's arrays receive.
-    __device__ __forceinline__ void to_score(Scores& ds, const Kept& kept, int m_block) const {
-        const Sees sees = visible();
-        const int first_j = first_key() + warp_row;
-        const int first_i = m_block * Plan::kBlockM + share * kQueries;
-        if (slice() == 0)  // the others have the same scores
-            sees.score.for_each_gradient([&](const auto& gradient) {
-                add_gradient(gradient, ds, kept.s, kept.seen, first_j, first_i);
-            });
-        if constexpr (!Score::kUnit)
-            for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-                const int j = first_j + row_in_fragment(m, r), i = first_i + col_in_fragment(n, r);
-                const Accum s = kept.s.x[m][n][r];
-                ds.x[m][n][r] *=
-                    Score::kKeepsScore ? sees.score.derivative(s, sees.query(i), sees.key(j)) : s;
-            });
+    __device__ __forceinline__ void drop_from(Scores& c, const Kept& kept) const {
+        drop(c, kept, score().keep_scale());
     }
 };

@@ -71,22 +71,44 @@ struct KeyOwner : Consumer {
         wgmma_commit_group();
     }
 
+    // S^T and dP^T, which run, to P^T as an operand and to dS^T.
     template <bool kMasked>
-    __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, int m) {
+    __device__ __forceinline__ void plain_block(Weights& weights, Scores& s, Scores& dp, int m) {
+        const bool any_refined = refined(ring.stage);
+        wgmma_wait_group<1>();
+        to_weights<kMasked>(s, m, ring.stage, any_refined);
+        wgmma_wait_group<0>();
+        if constexpr (kMasked && kHidden) clean(true);
+        round_to(weights, s);
+        to_ds<kMasked>(dp, s, m, ring.stage);
+    }
+    __device__ __forceinline__ void score_block(Weights& weights, Scores& s, Scores& dp,
+                                                const Block& at, const Walk& walk) {
+        Kept kept;
+        look(kept, at, walk.masked_by_vote());
+        wgmma_wait_group<1>();
+        weigh(weights, s, kept, at, ring.stage);
+        wgmma_wait_group<0>();
+        if constexpr (kHidden) clean(walk.masked_by_vote());
+        differentiate(dp, s, kept, at, ring.stage);
+    }
+    __device__ __forceinline__ void clean(bool masked) {
+        clean_queries(ring.stage, ring.stage, masked);
+        clean_k(masked);
+    }
+
+    // kMasked: with pairs that do not count; the same body with and without them where a score
+    // function makes it long.
+    template <bool kMasked>
+    __device__ __forceinline__ void step(KeyGrad& dk, ValueGrad& dv, const Walk& walk) {
         Weights weights, ds;
         {
             Scores s, dp;
             start_scores(s, dp);
-            const bool any_refined = refined(ring.stage);
-            wgmma_wait_group<1>();
-            to_weights<kMasked>(s, m, ring.stage, any_refined);
-            wgmma_wait_group<0>();
-            if constexpr (kMasked && Plan::kBand) {
-                clean_queries(ring.stage, ring.stage);
-                clean_k();
-            }
-            round_to(weights, s);
-            to_ds<kMasked>(dp, s, m, ring.stage);
+            if constexpr (Score::kProgram)
+                score_block(weights, s, dp, block(sees(walk), walk.m), walk);
+            else
+                plain_block<kMasked>(weights, s, dp, walk.m);
             round_to(ds, dp);
         }
         if constexpr (Plan::kNeedDq) store_ds(ds, smem.ds(ring.stage) + warpgroup * kQueryPanel);
@@ -109,13 +131,13 @@ struct KeyOwner : Consumer {
             release(smem.dout_empty(ring.stage));
         }
         wgmma_wait_group<0>();
-        if constexpr (kMasked && Plan::kBand) reload_k();
+        if constexpr (kMasked && kHidden) reload_k(!Score::kProgram || walk.masked_by_vote());
         release(smem.q_empty(ring.stage));
         ring.next();
     }
 
     __device__ __forceinline__ void finish(KeyGrad& dk, ValueGrad& dv) {
-        if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();
+        if (kHidden && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();
         if constexpr (Plan::kNeedDkv) {
             consumers_sync();  // nobody reads k and v any more
             store_dk(dk, smem.k() + warpgroup * (kKBytes / 2));
@@ -131,14 +153,14 @@ struct KeyOwner : Consumer {
         Walk walk(p, smem, work);
         if (walk.left > 0) {
             mbarrier_wait(smem.k_full(), 0);
-            if constexpr (Plan::kBand) find_in_k();
+            if constexpr (kHidden) find_in_k();
             mbarrier_wait(smem.v_full(), 0);
         }
         for (; walk.left > 0; walk.next()) {
-            if (walk.masked())
-                step<Plan::kBand || Plan::kTail>(dk, dv, walk.m);
+            if (Score::kProgram || walk.masked())
+                step<kMasks>(dk, dv, walk);
             else
-                step<false>(dk, dv, walk.m);
+                step<false>(dk, dv, walk);
         }
         finish(dk, dv);
     }

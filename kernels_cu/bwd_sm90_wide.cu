@@ -10,7 +10,8 @@
 //                                                 dP^T of the next block
 //
 // Each holds one gradient of all columns, its left operand stays in registers and the right one is
-// read once for all columns. P^T crosses over in float32, so that dS is as exact as anywhere.
+// read once for all columns. P^T crosses over in float32, so that dS is as exact as anywhere; with a
+// score function also what else dS needs of the scores (KeptOf in attn/transposed.cuh).
 //
 //     named barrier    arrives                     waits
 //     kWeightsFull     warpgroup 1: P^T is there   warpgroup 2; it may also write dS anew, since
@@ -27,6 +28,7 @@
 
 static_assert(Plan::kBlockN == 64 && Plan::kBlockM == 64 && Plan::kExchange, "64 keys for both");
 static_assert(Plan::kDsStages == 1, "the barriers see to it that one is enough");
+static_assert(Scores::kColTiles == 8, "a word of bits for a thread's 32 pairs");
 
 // f(part of dQ) for each of a warpgroup's parts.
 template <int kFirst, class F> __device__ __forceinline__ void each_part(F f) {
@@ -43,7 +45,9 @@ struct Half : Consumer {
                       descriptor(smem.k() + part * kKeyPanel, kKeyPanel));
         wgmma_commit_group();
     }
-    __device__ __forceinline__ u32 exchange() const { return smem.exchange() + thread * 16; }
+    __device__ __forceinline__ u32 bits() const {
+        return smem.exchange() + kFragments * kFragmentBytes + thread * 8;
+    }
 };
 
 // Warpgroup 1.
@@ -54,25 +58,33 @@ struct WeightHalf : Half {
                                       kQueryPanel);
         wgmma_commit_group();
     }
-    __device__ __forceinline__ void send(const Scores& s) const {
+    __device__ __forceinline__ void send(const Scores& s, const Kept& kept) const {
         if constexpr (Plan::kDqBuffers == 3) mbarrier_wait(smem.dq_empty(2), dq_phase);
 #pragma unroll
-        for (int n = 0; n < Scores::kColTiles; ++n)
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(exchange() +
-                                                                          n * kWarpgroupSize * 16),
-                         "f"(s.x[0][n][0]), "f"(s.x[0][n][1]), "f"(s.x[0][n][2]), "f"(s.x[0][n][3])
+        for (int n = 0; n < Scores::kColTiles; ++n) store_tile_of(fragment(0), n, s.x[0][n]);
+        if constexpr (Score::kProgram)
+            asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(bits()),
+                         "r"(kept.seen.words[0]), "r"(Score::kDropout ? kept.weighs.words[0] : 0)
                          : "memory");
         barrier_arrive<kWeightsFull, kConsumerThreads>();
     }
     // With S^T of block m in `s`; leaves that of the next one there.
     template <bool kMasked>
-    __device__ __forceinline__ void step(Scores& s, ValueGrad& dv, int m, bool last) {
-        to_weights<kMasked>(s, m, q.stage, refined(q.stage));
-        mbarrier_wait(smem.dout_full(dout.stage), dout.phase);
-        if constexpr (kMasked && Plan::kBand) clean_queries(q.stage, dout.stage);
-        send(s);
+    __device__ __forceinline__ void step(Scores& s, ValueGrad& dv, const Sees& seen_by, int m,
+                                         bool last, bool masked = true) {
         Weights weights;
-        round_to(weights, s);
+        Kept kept;
+        if constexpr (Score::kProgram) {
+            const Block at = block(seen_by, m);
+            look(kept, at, masked);
+            weigh(weights, s, kept, at, q.stage);
+        } else {
+            to_weights<kMasked>(s, m, q.stage, refined(q.stage));
+        }
+        mbarrier_wait(smem.dout_full(dout.stage), dout.phase);
+        if constexpr (kMasked && kHidden) clean_queries(q.stage, dout.stage, masked);
+        send(s, kept);
+        if constexpr (!Score::kProgram) round_to(weights, s);
         release(smem.q_empty(q.stage));
         // After the last block there is none, and S^T of what lies there is not used.
         Cursor<Plan::kStages> next = q;
@@ -85,9 +97,9 @@ struct WeightHalf : Half {
         start_scores(s, next.stage);
         wgmma_wait_group<1>();
         release(smem.dout_empty(dout.stage));
-        if constexpr (kMasked && Plan::kBand) {
+        if constexpr (kMasked && kHidden) {
             wgmma_wait_group<0>();
-            clean_k();
+            clean_k(masked);
         }
         barrier_sync<kDsFull, kConsumerThreads>();
         if constexpr (Plan::kNeedDq)
@@ -99,7 +111,7 @@ struct WeightHalf : Half {
                 hand_over(dq, dq_buffer(part), q.stage);
             });
         wgmma_wait_group<0>();
-        if constexpr (kMasked && Plan::kBand) reload_k();
+        if constexpr (kMasked && kHidden) reload_k(masked);
         q = next;
         dout.next();
     }
@@ -110,17 +122,20 @@ struct WeightHalf : Half {
         dv.fill(0);
         if (walk.left > 0) {
             mbarrier_wait(smem.k_full(), 0);
-            if constexpr (Plan::kBand) find_in_k();
+            if constexpr (kHidden) find_in_k();
             Scores s;
             mbarrier_wait(smem.q_full(0), 0);
             wgmma_fence();
             start_scores(s, 0);
             wgmma_wait_group<0>();
             for (; walk.left > 0; walk.next()) {
-                if (walk.masked())
-                    step<Plan::kBand || Plan::kTail>(s, dv, walk.m, walk.left == 1);
+                if constexpr (Score::kProgram)
+                    step<kMasks>(s, dv, sees(walk), walk.m, walk.left == 1,
+                                 __any_sync(kFullWarp, walk.masked()));
+                else if (walk.masked())
+                    step<kMasks>(s, dv, sees(walk), walk.m, walk.left == 1);
                 else
-                    step<false>(s, dv, walk.m, walk.left == 1);
+                    step<false>(s, dv, sees(walk), walk.m, walk.left == 1);
             }
         }
         if constexpr (Plan::kNeedDkv) {
@@ -141,32 +156,52 @@ struct DsHalf : Half {
     // dP^T - delta to dS^T.
     template <bool kMasked> __device__ __forceinline__ void receive(Scores& ds, int m) const {
         barrier_sync<kWeightsFull, kConsumerThreads>();
+        multiply_received(ds);
+        if constexpr (kMasked) hide(ds, m);
+    }
+    // The same with a score function, hidden keys or dropout, which comes before delta.
+    __device__ __forceinline__ void receive(Scores& ds, const Block& at) const {
+        Kept kept;
+        barrier_sync<kWeightsFull, kConsumerThreads>();
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(kept.seen.words[0]), "=r"(kept.weighs.words[0])
+                     : "r"(bits())
+                     : "memory");
+        if constexpr (Score::kDropout) {
+            drop(ds, kept, at.sees.score.keep_scale());
+            subtract_delta(ds, dout.stage);
+        }
+        multiply_received(ds);
+        finish_ds(ds, kept, at);
+    }
+    __device__ __forceinline__ void multiply_received(Scores& ds) const {
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n) {
             float weight[4];
-            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(weight[0]), "=f"(weight[1]), "=f"(weight[2]), "=f"(weight[3])
-                         : "r"(exchange() + n * kWarpgroupSize * 16)
-                         : "memory");
+            load_tile_of(weight, fragment(0), n);
 #pragma unroll
             for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= weight[r];
         }
-        if constexpr (kMasked) hide(ds, m);
     }
     // With dP^T of block m in `dp`; leaves that of the next one there.
     template <bool kMasked>
-    __device__ __forceinline__ void step(Scores& dp, KeyGrad& dk, int m, bool last) {
-        subtract_delta(dp, dout.stage);
+    __device__ __forceinline__ void step(Scores& dp, KeyGrad& dk, const Sees& seen_by, int m,
+                                         bool last, bool masked = true) {
+        if constexpr (!Score::kDropout) subtract_delta(dp, dout.stage);
         mbarrier_wait(smem.q_full(q.stage), q.phase);
-        if constexpr (kMasked && Plan::kBand) clean_queries(q.stage, dout.stage);
-        release(smem.dout_empty(dout.stage));
+        if constexpr (kMasked && kHidden) clean_queries(q.stage, dout.stage, masked);
         Weights ds;
-        receive<kMasked>(dp, m);
+        if constexpr (!Score::kDropout) release(smem.dout_empty(dout.stage));
+        if constexpr (Score::kProgram)
+            receive(dp, block(seen_by, m));
+        else
+            receive<kMasked>(dp, m);
+        if constexpr (Score::kDropout) release(smem.dout_empty(dout.stage));
         round_to(ds, dp);
         if constexpr (Plan::kNeedDq) store_ds(ds, smem.ds(0));
         fence_proxy_async();
         barrier_arrive<kDsFull, kConsumerThreads>();
-        if constexpr (kMasked && Plan::kBand) clean_k();
+        if constexpr (kMasked && kHidden) clean_k(masked);
         if constexpr (Plan::kNeedDq) barrier_sync<kOwnDsFull, kWarpgroupSize>();
         wgmma_fence();
         if constexpr (Plan::kNeedDkv)
@@ -200,7 +235,7 @@ struct DsHalf : Half {
             release(smem.q_empty(q.stage));
         }
         wgmma_wait_group<0>();
-        if constexpr (kMasked && Plan::kBand) reload_k();
+        if constexpr (kMasked && kHidden) reload_k(masked);
         dout = next;
         q.next();
     }
@@ -210,7 +245,7 @@ struct DsHalf : Half {
         KeyGrad dk;
         dk.fill(0);
         if (walk.left > 0) {
-            if constexpr (Plan::kBand) {
+            if constexpr (kHidden) {
                 mbarrier_wait(smem.k_full(), 0);
                 find_in_k();
             }
@@ -222,13 +257,16 @@ struct DsHalf : Half {
             start_dp(dp, 0);
             wgmma_wait_group<0>();
             for (; walk.left > 0; walk.next()) {
-                if (walk.masked())
-                    step<Plan::kBand || Plan::kTail>(dp, dk, walk.m, walk.left == 1);
+                if constexpr (Score::kProgram)
+                    step<kMasks>(dp, dk, sees(walk), walk.m, walk.left == 1,
+                                 __any_sync(kFullWarp, walk.masked()));
+                else if (walk.masked())
+                    step<kMasks>(dp, dk, sees(walk), walk.m, walk.left == 1);
                 else
-                    step<false>(dp, dk, walk.m, walk.left == 1);
+                    step<false>(dp, dk, sees(walk), walk.m, walk.left == 1);
             }
         }
-        if (Plan::kBand && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();
+        if (kHidden && Plan::kNeedDq && (dirty & kDirtyK)) restore_queries();
         if constexpr (Plan::kNeedDkv) {
             barrier_arrive<kDsFull, kConsumerThreads>();
             barrier_sync<kWeightsFull, kConsumerThreads>();

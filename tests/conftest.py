@@ -28,6 +28,34 @@ def pytest_addoption(parser):
         action="store_true",
         help="test_compile.py builds every kernel, not a sample: hours",
     )
+    parser.addoption(
+        "--gpu-only",
+        action="store_true",
+        help="skip what a machine without a GPU runs just as well",
+    )
+
+
+# Modules that never touch a device: the compiler, launches on a stand-in, NumPy.
+HOST_MODULES = {
+    f"test_{name}.py"
+    for name in (
+        "ahead", "compile", "compile_packed", "cpu", "cpu_tiles", "import",
+        "intervals", "kernel_dropout", "kernel_sums", "launch", "launch_packed", "launch_scores",
+        "launch_sm90", "package", "plan", "plans_of", "prebuild", "problem", "reference",
+        "sanitize_cases", "score", "score_rows", "score_text", "source",
+    )
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(config, items):
+    if CUPY is None or not config.getoption("--gpu-only"):
+        return
+    for item in items:
+        home = getattr(item, "callspec", None) and item.callspec.params.get("home")
+        on_host = home is not None and not home.is_gpu
+        gate = item.module.__name__.startswith("test_sm90") and "compile" in item.name
+        if on_host or gate or item.path.name in HOST_MODULES:
+            item.add_marker(pytest.mark.skip(reason="a machine without a GPU runs it"))
 
 
 UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

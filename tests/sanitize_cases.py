@@ -77,6 +77,19 @@ PACKED = tuple(
 )
 CASES = PORTABLE + HOPPER + SCORED
 
+# Options on scores, in Hopper's backward: keys of both warpgroups, shared keys, a fragment kept for
+# gradients of arrays, in both kernels; hidden pairs in each.
+SCORED = tuple(
+    Case(130, 200, dim, dim, 4, 2, (2,), (2,), (2,), dtype=dtype, scores=scores, **band)
+    for dim, dtype, scores, band in (
+        (64, "float16", ("softcap", "bias", "mask", "alibi_slopes"), {}),
+        (128, "bfloat16", ("segments", "sinks", "dropout"), {}),
+        (128, "float16", ("bias", "sinks"), dict(causal=True)),
+        (256, "bfloat16", ("softcap", "kv_lens", "dropout"), {}),
+        (256, "float16", ("bias", "mask_mod", "score_mod"), dict(window=(70, 9))),
+    )
+)
+
 # The ways a case is differentiated, beside the ordered one with all gradients.
 _UNORDERED = dict(deterministic=False)
 _PARTS = (dict(need=("q",)), dict(need=("q",), deterministic=False), dict(need=("k", "v")))
@@ -135,6 +148,11 @@ def main(arguments=()):
     for number, case in enumerate(cases, 1):
         print(f"{number}/{len(cases)} {case}", flush=True)
         sanitize(CUPY, case)
+    from score_cases import check
+
+    for number, case in enumerate(SCORED, 1):
+        print(f"{number}/{len(SCORED)} {case}", flush=True)
+        check(CUPY, case)
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import sanitize_cases
 from conftest import CUPY, np_dtype
 from dense import Oracle, check_backward, check_forward
 from running import check, differentiate, same_bits, to_numpy
@@ -400,8 +401,6 @@ def test_other_libraries(gpu, library, case):
 # The cases of tests/sanitize_cases.py, which compute-sanitizer runs
 
 
-def test_sanitizer_cases(gpu):
-    import sanitize_cases
-
-    for case in sanitize_cases.CASES:
-        sanitize_cases.sanitize(gpu, case)
+@pytest.mark.parametrize("case", sanitize_cases.CASES, ids=repr)
+def test_sanitizer_cases(gpu, case):
+    sanitize_cases.sanitize(gpu, case)

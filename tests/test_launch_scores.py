@@ -157,7 +157,11 @@ def test_launches_of_many_axes_number_their_batches(gpu_side):
     assert [fields["first_batch"] for _, _, fields in launch.log] == [0, 10, 20, 30, 40, 50]
 
 
-def test_backward_gives_the_statistics_pass_the_score_but_no_dropout(gpu_side):
+BACKWARDS = {"bwd_sm90_wide": None, "bwd_portable": TILE}
+
+
+@pytest.mark.parametrize("kernel", BACKWARDS)
+def test_backward_gives_the_statistics_pass_the_score_but_no_dropout(gpu_side, kernel):
     cupy, _, launch = gpu_side
     problem = replace(problem_of(length=64), program=many(), dropout=True)
     q, k, v, out, lse = arrays_of(cupy, problem)
@@ -165,11 +169,13 @@ def test_backward_gives_the_statistics_pass_the_score_but_no_dropout(gpu_side):
     extras = Extras((bias, table, 30.0, 3), keep=0.5, seed=1)
     grads = [cupy.ndarray(x.shape, x.dtype) for x in (q, k, v)]
     launch.log.clear()
-    launch.backward(problem, out, q, k, v, out, lse, None, *grads, True, extras=extras)
+    tile = BACKWARDS[kernel]
+    launch.backward(problem, out, q, k, v, out, lse, None, *grads, True, tile, extras=extras)
     by_kernel = {plan.kernel: (plan, fields) for plan, _, fields in launch.log}
-    assert list(by_kernel) == ["delta", "fwd_portable", "bwd_portable", "cast"]
+    assert list(by_kernel) == ["delta", "fwd_portable", kernel, "cast"]
     _, stats = by_kernel["fwd_portable"]
-    plan, main = by_kernel["bwd_portable"]
+    plan, main = by_kernel[kernel]
+    assert main["scale"] == problem.scale and main["score_scale"] == np.float32(problem.scale)
     assert stats["arg0"] == main["arg0"] == bias.data.ptr
     assert "seed" not in stats and main["seed"] == 1
     assert stats["scale_log2"] == main["scale_log2"] == LOG2E

@@ -7,7 +7,8 @@ import pytest
 import sanitize_cases
 from conftest import NUMPY
 from launches import gpu_side, on_host  # noqa: F401
-from sanitize_cases import CASES, HOPPER, PACKED, arrays_of, sanitize, ways
+from sanitize_cases import CASES, HOPPER, PACKED, SCORED, arrays_of, sanitize, ways
+from score_cases import OPTIONAL, check
 
 import cuflash
 
@@ -94,6 +95,12 @@ def test_groups_and_hidden_nan(hopper, head_dim):
                 break
         else:
             pytest.fail("no block holds both")
+
+
+@pytest.mark.parametrize("case", SCORED, ids=repr)
+def test_a_scored_case_passes_on_the_cpu(case):
+    assert set(OPTIONAL) & set(case.scores) or "dropout" in case.scores
+    check(NUMPY, case)
 
 
 @pytest.mark.parametrize("case", HOPPER[4:6], ids=repr)

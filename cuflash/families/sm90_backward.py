@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import score_text
 from ..plan import CPP_TYPES, Plan, round_up
+from ..score import ordered
 from ..score_text import Options
 from . import sm90
 from .sm90 import NAME
@@ -44,28 +45,67 @@ BACKWARD_TILES = {
     256: Tile(64, 64, 2, 1, wide=True),
 }
 
+# With scores of the caller's (score_text.py): a block of scores beside dk and dv leaves room for what
+# these need.
+SCORE_TILES = {
+    128: Tile(64, 128),
+    256: Tile(64, 64, 2, 1, wide=True),
+}
+# The same where the score takes so much that it would not fit beside dk and dv of 128 keys
+# (`crowded`).
+CROWDED_TILES = {256: Tile(64, 64, 2, 1, wide=True)}
+LONG_SCORE = 12  # nodes of its expression
+# The same where dS needs one more fragment, for gradients of arrays beside a derivative.
+KEPT_TILES = {
+    64: Tile(64, 128),
+    192: Tile(64, 64, 2, 1, wide=True),
+    256: Tile(64, 64, 1, 1, wide=True),
+}
+
 # Registers a thread of the producer's warpgroup and of the two consumers: an SM's 65,536 divided.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 THREADS = 3 * 128
 
 
 def reject(problem, device, access) -> str | None:
-    """Why this family cannot run the problem backward, or None."""
-    asked = {
-        "score or mask": problem.program is not None,
-        "sinks": problem.sinks,
-        "dropout": problem.dropout,
-    }
-    names = ", ".join(name for name, on in asked.items() if on)
-    if names:
-        return f"its kernels do not compute {names}"
-    return sm90.reject(problem, device, access)
+    """Why this family cannot run the problem backward, or None: options on scores never hinder."""
+    plain = replace(problem, program=None, sinks=False, dropout=False)
+    return sm90.reject(plain, device, access)
 
 
-def tile_of(problem) -> Tile:
+def tile_of(problem, options: Options | None = None) -> Tile:
     """The table's tile for a problem."""
     widest = max(problem.head_dim, problem.head_dim_v)
-    return BACKWARD_TILES[min(d for d in BACKWARD_TILES if d >= widest)]
+    options = Options.of(problem) if options is None else options
+    tiles = BACKWARD_TILES
+    if options:
+        tiles = SCORE_TILES
+        if crowded(options, widest, problem.bounded):
+            tiles = CROWDED_TILES
+        if keeps_fragment(options):
+            tiles = KEPT_TILES
+    return tiles[min(d for d in tiles if d >= widest)]
+
+
+def crowded(options: Options, widest: int, band: bool) -> bool:
+    """Whether a score takes more than the tiles of 128 keys have registers for, as the compiler
+    says: arrays by computed indices, many grids; beside a band one at each pair, or a long function.
+    """
+    kinds = [arg.kind for arg in options.args]
+    if "free" in kinds or kinds.count("grid") > 2:
+        return True
+    if not band or widest <= 64 or options.program is None:
+        return False
+    by_pair = any(
+        arg.kind == "grid" and all(arg.along) and arg.dtype != "bool" for arg in options.args
+    )
+    return by_pair or len(ordered(options.program.value)) > LONG_SCORE
+
+
+def keeps_fragment(options: Options) -> bool:
+    """kKeepsFragment in attn/backward_sm90.cuh."""
+    facts = score_text.facts(options)
+    return facts["kGradients"] and (facts["kKeepsScore"] or not facts["kUnit"])
 
 
 def takes(problem, tile: Tile) -> bool:
@@ -76,6 +116,8 @@ def takes(problem, tile: Tile) -> bool:
     if tile.wide:
         return tile.block_m == tile.block_n == 64
     if tile.block_n != 128 or tile.stages != 2 or tile.stages_v != 2:
+        return False
+    if tile.block_m == 128 and Options.of(problem):
         return False
     return widest <= (64 if tile.block_m == 128 else 128)
 
@@ -114,18 +156,22 @@ def turn_groups(problem, tile: Tile, num_sms: int, heads: int) -> tuple[int, int
 
 
 def backward_smem(
-    head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool, reducers: int, dq_buffers: int
+    head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool, reducers: int, dq_buffers: int,
+    options: Options = Options(),
 ) -> int:
     """Bytes of shared memory, the sum that attn/backward_sm90.cuh asserts."""
     row, row_v = (round_up(d, 64) * 2 for d in (head_dim, head_dim_v))
     keys = tile.block_n * (row + row_v)
     queries = tile.block_m * (tile.stages * row + tile.stages_v * row_v)
     ds = (1 if tile.wide else 2) * tile.block_n * tile.block_m * 2
-    exchange = tile.block_m * tile.block_n * 4 if tile.wide else 0
+    fragments = 2 if keeps_fragment(options) else int(tile.wide or bool(options.gradients))
+    exchange = fragments * tile.block_m * tile.block_n * 4
+    exchange += 8 * 128 if tile.wide and options else 0
     dq = 2 * 64 * 4 * (head_dim if tile.block_m == 128 else 64) if need_dq else 0
     stats = 4 * tile.block_m * (2 * tile.stages + tile.stages_v)
     barriers = 8 * (2 + dq_buffers * (1 + reducers) + 2 * (tile.stages + tile.stages_v))
-    return keys + queries + ds + exchange + dq + stats + round_up(barriers, 16) + 16 + 1024
+    starts = 16 * sum(arg.kind == "grid" for arg in options.args)
+    return keys + queries + ds + exchange + dq + stats + round_up(barriers, 16) + 16 + starts + 1024
 
 
 def backward_plan(
@@ -136,15 +182,17 @@ def backward_plan(
     need_dq: bool,
     need_dkv: bool,
     deterministic: bool,
+    gradients: tuple = (),
     tile: Tile | None = None,
 ) -> Plan:
-    """The plan of bwd_sm90.cu or bwd_sm90_wide.cu."""
+    """The plan of bwd_sm90.cu or bwd_sm90_wide.cu. ``gradients``: as in score_text.Options."""
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
-    tile = tile or tile_of(problem)
+    options = Options.of(problem, gradients=gradients)
+    tile = tile or tile_of(problem, options)
     ordered = deterministic and need_dq
-    reducers = tile.reducers if ordered else 1
+    reducers = tile.reducers if ordered and tile.stages == 2 else 1  # a stage of q is a step
     dq_buffers = tile.dq_buffers if tile.wide and head_dim > 128 else 2
-    smem = backward_smem(head_dim, head_dim_v, tile, need_dq, reducers, dq_buffers)
+    smem = backward_smem(head_dim, head_dim_v, tile, need_dq, reducers, dq_buffers, options)
     columns = accum_columns(head_dim, tile)
     tail = problem.seqlen_q % tile.block_m != 0 or problem.seqlen_k % tile.block_n != 0
     constants = (
@@ -161,6 +209,7 @@ def backward_plan(
         ("kStagesV", tile.stages_v),
         ("kDsStages", 1 if tile.wide else 2),
         ("kExchange", tile.wide),
+        ("kAhead", 6),
         ("kAccumTiles", columns // 8),
         ("kAccumVector", True),
         ("kNeedDq", need_dq),
@@ -183,5 +232,13 @@ def backward_plan(
         (head_dim if tile.block_m == 128 else 64, False, True),
     )
     kernel = "bwd_sm90_wide" if tile.wide else "bwd_sm90"
-    operands = score_text.rows(Options.of(problem), forward=False)
-    return Plan(kernel, "backward_sm90", THREADS, smem, constants, products, operands=operands)
+    return Plan(
+        kernel,
+        "backward_sm90",
+        THREADS,
+        smem,
+        constants,
+        products,
+        score=score_text.text(options, quick=True),
+        operands=score_text.rows(options, forward=False),
+    )

@@ -3,6 +3,20 @@
 #pragma once
 #include "backward_sm90.cuh"
 
+// Column tile n of a thread's part of a fragment in shared memory.
+__device__ __forceinline__ void store_tile_of(u32 fragment, int n, const float (&x)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(fragment +
+                                                                  n * kWarpgroupSize * 16),
+                 "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+__device__ __forceinline__ void load_tile_of(float (&x)[4], u32 fragment, int n) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(fragment + n * kWarpgroupSize * 16)
+                 : "memory");
+}
+
 struct Consumer {
     const Params& p;
     const Shared smem;
@@ -23,6 +37,24 @@ struct Consumer {
     __device__ __forceinline__ void release(u32 barrier) const {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(barrier);
+    }
+
+    // What the score makes of a query head. The starts of its arrays come from shared memory:
+    // kept from one step to the next they would fill the registers.
+    __device__ __forceinline__ Sees sees(u32 head) const {
+        return {mask_of(p),
+                Score(p, work.batch, head, [&](int n) {
+                    return __cvta_global_to_generic(smem.start(n).get());
+                })};
+    }
+    // Of a step's query head.
+    __device__ __forceinline__ Sees sees(const Walk& walk) const {
+        u32 head = work.head * p.group;
+        if (Score::kProgram && p.group > 1) {
+            const BlockRange range = smem.range().get();
+            head += p.group - ceil_div(u32(walk.left), u32(range.end - range.begin));
+        }
+        return sees(head);
     }
 
     // ---- between the products ----
@@ -61,17 +93,127 @@ struct Consumer {
     __device__ __forceinline__ void subtract_delta(Scores& dp, int stage) const {
         with_stats(dp, smem.delta(stage), [](float& x, float delta) { x -= delta; });
     }
+    static __device__ __forceinline__ void multiply(Scores& ds, const Scores& weights) {
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= weights.x[0][n][r];
+    }
     // dP^T to dS^T.
     template <bool kMasked>
     __device__ __forceinline__ void to_ds(Scores& ds, const Scores& weights, int m,
                                           int stage) const {
         subtract_delta(ds, stage);
-#pragma unroll
-        for (int n = 0; n < Scores::kColTiles; ++n)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= weights.x[0][n][r];
+        multiply(ds, weights);
         if constexpr (kMasked) hide(ds, m);
     }
+
+    // ---- the same with a score function, hidden keys or dropout ----
+
+    __device__ __forceinline__ Block block(const Sees& sees, int m) const {
+        return {sees, opaque(first_key + warp_row()), opaque(m * Plan::kBlockM)};
+    }
+    // Which pairs count, before their scores are there: what this reads or draws takes its time
+    // while the tensor cores work, and leaves a bit for each pair.
+    __device__ __forceinline__ void look(Kept& kept, const Block& at, bool masked) const {
+        kept.seen.fill(true);
+        if (kMasks && masked) at.see(kept);
+        at.draw(kept);
+    }
+    // 0, which neither the compiler nor the assembler knows: what comes from it waits for x.
+    __device__ __forceinline__ int zero_after(float x) const {
+        return int(__float_as_uint(x) & (p.group >> 31));
+    }
+    // S^T to P^T, with kFolds times the score's derivative, and as an operand what dropout leaves
+    // of P^T: pair by pair, so that neither derivatives nor both forms of P^T are a fragment. No more
+    // than kAhead column tiles are begun before the first of them is done: more of the elements that
+    // the score reads would not fit the registers.
+    __device__ __forceinline__ void weigh(Weights& weights, Scores& s, Kept& kept,
+                                          const Block& at, int stage) const {
+        constexpr float kLog2e = 1.44269504f;  // p.scale_log2: scores are scaled
+        const float keep_scale = at.sees.score.keep_scale();
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n) {
+            float row_max[2], row_sum[2], left[4];
+            load_stats(row_max, row_sum, smem, stage, n);
+            const int done = n < Plan::kAhead ? 0 : zero_after(s.x[0][n - Plan::kAhead][0]);
+            const Block own{at.sees, at.first_j, at.first_i + done};
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const auto pair = own.scored(s.x[0][n][r], 0, n, r);
+                float x = weight<T>((pair.value - row_max[r % 2]) * kLog2e, row_sum[r % 2]);
+                if constexpr (kMasks) x = kept.seen.get(0, n, r) ? x : 0.f;
+                if constexpr (kKeepsFragment) kept.s.x[0][n][r] = pair.kept;
+                left[r] = x;
+                if constexpr (Score::kDropout)
+                    left[r] = kept.weighs.get(0, n, r) ? x * keep_scale : 0.f;
+                s.x[0][n][r] = kFolds ? x * pair.kept : x;
+            }
+            if constexpr (kKeepsFragment) store_tile_of(fragment(1), n, kept.s.x[0][n]);
+            weights[n / 2][n % 2 * 2] = pack<T>(left[0], left[1]);
+            weights[n / 2][n % 2 * 2 + 1] = pack<T>(left[2], left[3]);
+        }
+    }
+    // dP^T to dS^T.
+    __device__ __forceinline__ void differentiate(Scores& ds, const Scores& weights,
+                                                  const Kept& kept, const Block& at,
+                                                  int stage) const {
+        if constexpr (Score::kDropout) drop(ds, kept, at.sees.score.keep_scale());
+        subtract_delta(ds, stage);
+        multiply(ds, weights);
+        finish_ds(ds, kept, at);
+    }
+    __device__ __forceinline__ void finish_ds(Scores& ds, const Kept& kept, const Block& at) const {
+        if constexpr (Score::kGradients) to_score(ds, kept, at);
+        if constexpr (kMasks) hide_unseen(ds, kept);
+    }
+    // This thread's place in a fragment in shared memory, 16 bytes a column tile: nobody else comes
+    // there but the thread of the same number in a warpgroup that shares its keys.
+    __device__ __forceinline__ u32 fragment(int n) const {
+        const int own = Plan::kExchange ? 0 : warpgroup * (kFragmentBytes / 2);
+        return smem.exchange() + n * kFragmentBytes + own + thread * 16;
+    }
+    // What the score's arrays receive, then the gradient by the scaled product: with dS^T in shared
+    // memory, since registers are full, and in loops, since a score's functions may be long. (A
+    // template, as the plain Score has neither batch nor head.)
+    template <class AnyScore = Score>
+    __device__ __forceinline__ void to_score(Scores& ds, const Kept& kept,
+                                             const Block& of_step) const {
+        static_assert(!Score::kProgram || Scores::kColTiles == 8, "a word of bits");
+        // Anew for each step: kept from one to the next, where entries begin would fill the
+        // registers.
+        const AnyScore& score = of_step.sees.score;
+        const Sees own{of_step.sees.mask,
+                       Score(p, u32(opaque(int(score.batch))), u32(opaque(int(score.head))))};
+        const Block at{own, of_step.first_j, of_step.first_i};
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n) store_tile_of(fragment(0), n, ds.x[0][n]);
+        const auto read = [&](int n, auto& own, auto& s) {
+            load_tile_of(own.x[0][0], fragment(0), n);
+            if constexpr (kKeepsFragment) load_tile_of(s.x[0][0], fragment(1), n);
+        };
+        at.sees.score.for_each_gradient([&](const auto& gradient) {
+            add_gradient_by_tiles<float, Scores::kColTiles>(gradient, kept.seen.words[0],
+                                                            at.first_j, at.first_i, read);
+        });
+        if constexpr (!Score::kUnit) {
+#pragma unroll 1
+            for (int n = 0; n < Scores::kColTiles; ++n) {
+                float x[4], s[4];
+                load_tile_of(x, fragment(0), n);
+                load_tile_of(s, fragment(1), n);
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+                    x[r] *= Score::kKeepsScore ? at.derivative(s[r], 0, n, r) : s[r];
+                store_tile_of(fragment(0), n, x);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n) load_tile_of(ds.x[0][n], fragment(0), n);
+    }
+
+    // ---- dS^T and dQ ----
+
     // dS^T to dS, rows of queries with 64 keys in a panel, as dQ's left operand.
     __device__ __forceinline__ void store_ds(const Weights& ds, u32 panel) const {
         const int lane = lane_id(), row = lane / 16 * 8 + lane % 8;
@@ -131,29 +273,30 @@ struct Consumer {
     __device__ __forceinline__ void find_in_k() {
         if (finds_nonfinite(smem.k(), kKBytes)) dirty |= kDirtyK;
     }
+    // `masked`: whether the step's block holds hidden pairs; the same for all.
     // By a vote, so that the assembler sees a branch which no warp takes in part: it serialises
     // products around others (C7519).
     __device__ __forceinline__ bool k_is_dirty() const {
         return __any_sync(kFullWarp, (dirty & kDirtyK) != 0);
     }
     // After all have S^T and dP^T of a masked block, before anyone's dV and dK...
-    __device__ __forceinline__ void clean_queries(int stage, int dout_stage) {
-        if constexpr (!Plan::kNeedDkv) return;
+    __device__ __forceinline__ void clean_queries(int stage, int dout_stage, bool masked) {
+        if (!Plan::kNeedDkv || !masked) return;
         const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
         const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
         if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
         if (in_dout) replace_nonfinite(smem.dout(dout_stage), kDoutBytes), dirty |= kDirtyDout;
     }
     // ... and before dQ.
-    __device__ __forceinline__ void clean_k() const {
-        if (!Plan::kNeedDq || !k_is_dirty()) return;
+    __device__ __forceinline__ void clean_k(bool masked) const {
+        if (!Plan::kNeedDq || !masked || !k_is_dirty()) return;
         consumers_sync();  // nobody's scores read k now
         replace_nonfinite(smem.k(), kKBytes);
     }
     // After dQ: k as it is again, for the next scores.
-    __device__ __forceinline__ void reload_k() {
+    __device__ __forceinline__ void reload_k(bool masked) {
         if constexpr (!Plan::kNeedDq) return;
-        if (k_is_dirty()) {
+        if (masked && k_is_dirty()) {
             consumers_sync();
             if (all_thread() == 0) load_k(p, smem, work);
             k_phase ^= 1;
@@ -168,8 +311,8 @@ struct Consumer {
     __device__ __forceinline__ void restore_keys(const Tile& tile, const void* array,
                                                  const Strides& strides, i32 dim) const {
         const BlockRange range = smem.range().get();
-        const auto visible = mask_of<true>(p);
         for (u32 head = work.head * p.group; head < (work.head + 1) * p.group; ++head) {
+            const Sees visible = sees(head);
             const Rows<const T> rows(
                 head_start<const T>(array, strides, p.batch_sizes, work.batch, head), strides,
                 p.seqlen_q, dim);
@@ -183,7 +326,6 @@ struct Consumer {
     // the first addition may be a write, which this block's own turn comes after.
     __device__ __forceinline__ void restore_queries() const {
         const BlockRange range = smem.range().get();
-        const auto visible = mask_of<true>(p);
         const Rows<const T> keys(
             head_start<const T>(p.k, p.k_strides, p.batch_sizes, work.batch, work.head),
             p.k_strides, p.seqlen_k, p.head_dim);
@@ -192,6 +334,7 @@ struct Consumer {
         const int first_j = work.block * Plan::kBlockN;
         const int last_j = min_of(first_j + Plan::kBlockN, p.seqlen_k);
         for (u32 head = 0; head < p.group; ++head) {
+            const Sees visible = sees(work.head * p.group + head);
             const i64 row = i64(work.batch) * p.num_heads + work.head * p.group + head;
             float* accum = static_cast<float*>(p.dq_accum) + row * p.accum_pitch;
             if constexpr (Plan::kStoreFirst) {
@@ -231,13 +374,13 @@ struct Consumer {
         const float scale = float(p.scale);
         dk.for_each(0, 0, [&](float& x, int, int) { x *= scale; });
         store(dk, to, p.dk, p.dk_strides, p.head_dim, [&](const auto& tile) {
-            if (Plan::kBand && (dirty & kDirtyQ))
+            if (kHidden && (dirty & kDirtyQ))
                 restore_keys<false>(tile, p.q, p.q_strides, p.head_dim);
         });
     }
     __device__ __forceinline__ void store_dv(const ValueGrad& dv, u32 to) const {
         store(dv, to, p.dv, p.dv_strides, p.head_dim_v, [&](const auto& tile) {
-            if (Plan::kBand && (dirty & kDirtyDout))
+            if (kHidden && (dirty & kDirtyDout))
                 restore_keys<true>(tile, p.dout, p.dout_strides, p.head_dim_v);
         });
     }
@@ -252,6 +395,10 @@ __device__ __forceinline__ void run_block(const Params& p, Consume consume) {
     if (threadIdx.x == 0) {
         smem.init();
         smem.range().set(queries_of(p, work));
+        Score::for_each_start(p, work.batch,
+                              [&](int n, const void* start) {
+                                  smem.start(n).set(__cvta_generic_to_global(start));
+                              });
         prefetch_tensormap(p.q_map);
         prefetch_tensormap(p.k_map);
         prefetch_tensormap(p.v_map);

@@ -37,10 +37,9 @@
 #include "../ptx/wgmma.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/fragment.cuh"
-#include "mask.cuh"
 #include "range.cuh"
-#include "score.cuh"
 #include "stats.cuh"
+#include "transposed.cuh"
 #include "turn.cuh"
 #include "work.cuh"
 
@@ -61,7 +60,17 @@ inline constexpr int kVBytes = kPanelsV * kKeyPanel;
 inline constexpr int kQBytes = kPanels * kQueryPanel;
 inline constexpr int kDoutBytes = kPanelsV * kQueryPanel;
 inline constexpr int kDsBytes = Plan::kBlockN / 64 * kQueryPanel;
-inline constexpr int kExchangeBytes = Plan::kExchange ? Plan::kBlockM * Plan::kBlockN * 4 : 0;
+// What dS needs of the scores: their derivative enters the weights where nothing else needs these
+// as they are, else it or the scores themselves are kept.
+inline constexpr bool kKeepsFragment = Score::kGradients && (Score::kKeepsScore || !Score::kUnit);
+inline constexpr bool kFolds = Score::kProgram && !Score::kUnit && !kKeepsFragment;
+// Fragments in shared memory: P^T on its way from one warpgroup to the other, dS^T while gradients
+// of arrays are summed; what is kept.
+inline constexpr int kFragmentBytes = Plan::kBlockM * Plan::kBlockN * 4;
+inline constexpr int kFragments = kKeepsFragment ? 2 : Plan::kExchange || Score::kGradients ? 1 : 0;
+// Two words of bits for each thread, from one warpgroup to the other.
+inline constexpr int kBitsBytes = Plan::kExchange && Score::kProgram ? 8 * kWarpgroupSize : 0;
+inline constexpr int kExchangeBytes = kFragments * kFragmentBytes + kBitsBytes;
 inline constexpr int kRowBytes = Plan::kBlockM * 4;  // of one statistic
 
 // A part of dQ is 64 rows: of all columns where a block has 128 rows, of one panel's otherwise.
@@ -93,7 +102,7 @@ inline constexpr int kNumBarriers = kRings + 2 * (Plan::kStages + Plan::kStagesV
 static_assert(Plan::kReducers == 1 || Plan::kStages == 2, "a stage of q is a reducer's step");
 static_assert(!Plan::kStoreFirst || kOrdered, "somebody is the first");
 inline constexpr int kRangeBegin = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
-static_assert(kRangeBegin + 16 + 1024 == Plan::kSmemBytes,
+static_assert(kRangeBegin + 16 * (1 + Score::kStarts) + 1024 == Plan::kSmemBytes,
               "families/sm90_backward.py's sum is this one");
 
 // 64 keys of a warpgroup and the block's queries.
@@ -101,6 +110,10 @@ using Scores = Fragment<float, 1, Plan::kBlockM / 8>;
 using KeyGrad = Fragment<float, 1, Plan::kHeadDim / 8>;
 using ValueGrad = Fragment<float, 1, Plan::kHeadDimV / 8>;
 using QueryGrad = Fragment<float, 1, kDqTiles>;
+// Whether there are steps in which pairs do not count.
+inline constexpr bool kMasks = kHidden || Plan::kTail;
+using Kept = KeptOf<Scores>;
+using Block = TransposedBlock<Scores>;
 // P^T or dS^T as the left operand of a product: 16 queries a step.
 inline constexpr int kSteps = Plan::kBlockM / 16;
 using Weights = u32[kSteps][4];
@@ -148,6 +161,11 @@ struct Shared {
     // The blocks of queries that see the block's keys: for all threads, registers are full.
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {base + kRangeBegin};
+    }
+    // Of the score's arrays, where the batch entry's begin: as an address in global memory, which
+    // the compiler could not tell of a pointer from here.
+    __device__ __forceinline__ SharedValue<u64> start(int n) const {
+        return {base + kRangeBegin + 16 * (1 + n)};
     }
     __device__ __forceinline__ void init() const {
         for (int n = 0; n < kRings; ++n)
@@ -247,9 +265,15 @@ struct Walk {
         --left;
     }
     __device__ __forceinline__ bool masked() const {
+        if constexpr (Score::kHides) return true;
         if constexpr (!Plan::kBand && !Plan::kTail) return false;
         const BlockRange range = smem.range().get();
         return m >= range.full_end || m < range.full_begin;
+    }
+    // So that the assembler sees a branch which no warp takes in part.
+    __device__ __forceinline__ bool masked_by_vote() const {
+        if constexpr (Score::kHides) return true;
+        return __any_sync(kFullWarp, masked());
     }
 };
 // Counts the heads of a walk.
@@ -449,4 +473,17 @@ template <class F> __device__ __forceinline__ void with_stats(Scores& c, u32 val
 #pragma unroll
         for (int r = 0; r < 4; ++r) f(c.x[0][n][r], value[r % 2]);
     }
+}
+
+// The row_max and row_sum of column tile n's two queries in this lane. Without a clobber of memory,
+// so that reads of the score's arrays need not be repeated around it.
+__device__ __forceinline__ void load_stats(float (&row_max)[2], float (&row_sum)[2],
+                                           const Shared& smem, int stage, int n) {
+    const u32 own = smem.row_max(stage) + lane_id() % 4 * 8 + 32 * n;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(row_max[0]), "=f"(row_max[1])
+                 : "r"(own));
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(row_sum[0]), "=f"(row_sum[1])
+                 : "r"(own + kRowBytes));
 }

@@ -49,6 +49,12 @@ template <int kWords> struct FixedPoint {
     }
 };
 
+template <class Gradient, class Sum>
+__device__ __forceinline__ void store_sum(const Gradient& gradient, const Sum& sum, int i, int j) {
+    const i64 entry = gradient.entry(i, j);
+    if (entry >= 0) sum.store(gradient.sums(), entry);
+}
+
 // One argument's terms of a block of transposed scores. ds: gradient by value; s: what `term`
 // takes. Pairs that are not `seen` count nothing.
 template <class Gradient, class Scores, class Bits, class Accum> struct GradientTerms {
@@ -80,17 +86,20 @@ template <class Gradient, class Scores, class Bits, class Accum> struct Gradient
         }
     }
     __device__ __forceinline__ void store(const Sum& sum, int i, int j) const {
-        const i64 entry = gradient.entry(i, j);
-        if (entry >= 0) sum.store(gradient.sums(), entry);
+        store_sum(gradient, sum, i, j);
     }
-    // The largest term of all thread blocks, as the bits of a double.
-    __device__ __forceinline__ void measure(u64* largest) const {
+    // The largest of this lane's terms.
+    __device__ __forceinline__ Accum most() const {
         Accum most = 0;
         for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
             if (!seen.get(m, n, r)) return;
             const Accum x = fabs(term(m, n, r));
             most = fmax_of(most, is_nonfinite(x) ? Accum(0) : x);
         });
+        return most;
+    }
+    // Of all thread blocks, as the bits of a double.
+    static __device__ __forceinline__ void measure(u64* largest, Accum most) {
 #pragma unroll
         for (int distance = 1; distance < kWarpSize; distance *= 2)
             most = fmax_of(most, __shfl_xor_sync(kFullWarp, most, distance));
@@ -144,6 +153,50 @@ __device__ __forceinline__ void add_gradient(const Gradient& gradient,
     const GradientTerms<Gradient, Scores, Bits, Accum> terms{
         gradient, ds, s, seen, first_j, first_i, gradient.unit()};
     if constexpr (Gradient::kMeasured)
-        if (gradient.largest() != nullptr) return terms.measure(gradient.largest());
+        if (gradient.largest() != nullptr)
+            return terms.measure(gradient.largest(), terms.most());
     terms.add_all();
+}
+
+// The same for scores of one row tile that do not lie in registers, so that their columns can be a
+// loop: where a score's functions are long, the code is not. read(n, ds, s) fetches column tile n.
+template <class Accum, int kColTiles, class Gradient, class Read>
+__device__ __forceinline__ void add_gradient_by_tiles(const Gradient& gradient, u32 seen,
+                                                      int first_j, int first_i, Read read) {
+    static_assert(kColTiles <= 8, "a word of bits");
+    using Tile = Fragment<Accum, 1, 1>;
+    using Bits = FragmentBits<1, 1>;
+    using Terms = GradientTerms<Gradient, Tile, Bits, Accum>;
+    const Accum unit = gradient.unit();
+    bool measures = false;
+    if constexpr (Gradient::kMeasured) measures = gradient.largest() != nullptr;
+    Accum most = 0;
+    typename Terms::Sum sums[2];  // of this lane's two keys, where queries share an entry
+#pragma unroll 1
+    for (int n = 0; n < kColTiles; ++n) {
+        Tile ds, s;
+        read(n, ds, s);
+        const Bits bits{{seen >> 4 * n}};
+        const Terms terms{gradient, ds, s, bits, first_j, first_i + 8 * n, unit};
+        if (Gradient::kMeasured && measures) {
+            most = fmax_of(most, terms.most());
+        } else if constexpr (Gradient::kAlongI) {
+            terms.add_all();
+        } else {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) terms.add(sums[Gradient::kAlongJ ? r / 2 : 0], 0, 0, r);
+        }
+    }
+    if (Gradient::kMeasured && measures) return Terms::measure(gradient.largest(), most);
+    if constexpr (!Gradient::kAlongI) {
+        constexpr int kEnd = Gradient::kAlongJ ? 4 : kWarpSize;
+#pragma unroll
+        for (int h = 0; h < (Gradient::kAlongJ ? 2 : 1); ++h) {
+#pragma unroll
+            for (int distance = 1; distance < kEnd; distance *= 2) sums[h].add_lane(distance);
+            const int j = first_j + row_in_fragment(0, 2 * h);
+            if (lane_id() % kEnd == 0 && j < gradient.seqlen_k())
+                store_sum(gradient, sums[h], 0, Gradient::kAlongJ ? j : 0);
+        }
+    }
 }
