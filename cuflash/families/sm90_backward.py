@@ -68,7 +68,13 @@ THREADS = 3 * 128
 
 
 def reject(problem, device, access) -> str | None:
-    """Why this family cannot run the problem backward, or None: options on scores never hinder."""
+    """Why this family cannot run the problem backward, or None."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if problem.packed and problem.program and problem.program.gradients and widest > 192:
+        return (
+            f"a score's arrays beside packed sequences and head_dim {widest} need more registers "
+            "than there are"
+        )
     plain = replace(problem, program=None, sinks=False, dropout=False)
     return sm90.reject(plain, device, access)
 
@@ -209,7 +215,7 @@ def backward_plan(
         ("kStagesV", tile.stages_v),
         ("kDsStages", 1 if tile.wide else 2),
         ("kExchange", tile.wide),
-        ("kAhead", 6),
+        ("kAhead", 4 if problem.packed and not tile.wide else 6),
         ("kAccumTiles", columns // 8),
         ("kAccumVector", True),
         ("kNeedDq", need_dq),
