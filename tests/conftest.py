@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -134,7 +134,9 @@ _COMMON = dict(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("ci", max_examples=60, **_COMMON)
-settings.register_profile("gpu", max_examples=150, **_COMMON)
+# Not shrunk: each attempt might build kernels.
+_PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+settings.register_profile("gpu", max_examples=150, phases=_PHASES, **_COMMON)
 settings.register_profile("soak", max_examples=1000, **{**_COMMON, "derandomize": False})
 settings.load_profile("ci" if CUPY is None else "gpu")
 

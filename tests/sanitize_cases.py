@@ -75,11 +75,9 @@ PACKED = tuple(
         (64, "bfloat16", (), ("alibi_slopes", "sinks", "dropout")),
     )
 )
-CASES = PORTABLE + HOPPER + SCORED
-
 # Options on scores, in Hopper's backward: keys of both warpgroups, shared keys, a fragment kept for
 # gradients of arrays, in both kernels; hidden pairs in each.
-SCORED = tuple(
+SCORED += tuple(
     Case(130, 200, dim, dim, 4, 2, (2,), (2,), (2,), dtype=dtype, scores=scores, **band)
     for dim, dtype, scores, band in (
         (64, "float16", ("softcap", "bias", "mask", "alibi_slopes"), {}),
@@ -89,6 +87,8 @@ SCORED = tuple(
         (256, "float16", ("bias", "mask_mod", "score_mod"), dict(window=(70, 9))),
     )
 )
+
+CASES = PORTABLE + HOPPER + SCORED + PACKED
 
 # The ways a case is differentiated, beside the ordered one with all gradients.
 _UNORDERED = dict(deterministic=False)

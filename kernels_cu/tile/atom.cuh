@@ -142,6 +142,7 @@ template <class T> struct Atom16 {
 // than these three: their sum starts from zero and is added to c in float32.
 template <bool kTf32> struct Atom32 {
     static constexpr int kK = 8;
+    static constexpr bool kTensorCore = __CUDA_ARCH__ >= 800;
     struct A {
         float x[4];
     };
@@ -214,6 +215,7 @@ template <bool kTf32> struct Atom32 {
 // blocks of 16.
 struct Atom64 {
     static constexpr int kK = 16;
+    static constexpr bool kTensorCore = __CUDA_ARCH__ >= 800;
     struct A {
         double x[8];
     };
