@@ -90,6 +90,8 @@ def tile_of(problem, options: Options | None = None) -> Tile:
             tiles = CROWDED_TILES
         if keeps_fragment(options):
             tiles = KEPT_TILES
+            # Beside places of packed sequences dk and dv of 128 keys would not fit either.
+            widest = max(widest, 65) if problem.packed else widest
     return tiles[min(d for d in tiles if d >= widest)]
 
 
@@ -215,7 +217,7 @@ def backward_plan(
         ("kStagesV", tile.stages_v),
         ("kDsStages", 1 if tile.wide else 2),
         ("kExchange", tile.wide),
-        ("kAhead", 4 if problem.packed and not tile.wide else 6),
+        ("kAhead", 6),
         ("kAccumTiles", columns // 8),
         ("kAccumVector", True),
         ("kNeedDq", need_dq),
