@@ -226,8 +226,9 @@ def backward_plan(
         ("kReducers", reducers),
         ("kDqBuffers", dq_buffers),
         ("kDpEarly", tile.dp_early),
-        # cast.cu finds the blocks that nobody adds to by a band only.
-        ("kStoreFirst", ordered and tile.store_first and not problem.packed),
+        # cast.cu finds the blocks that nobody adds to by a band only; and what waits for the first
+        # turn (restore_queries) has no registers left beside options.
+        ("kStoreFirst", ordered and tile.store_first and not problem.packed and not options),
         ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kConsumerRegisters", CONSUMER_REGISTERS),
         ("kSmemBytes", smem),
