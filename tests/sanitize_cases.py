@@ -103,7 +103,7 @@ MAPS = tuple(
     )
 )
 
-CASES = PORTABLE + HOPPER + SCORED + PACKED
+CASES = PORTABLE + HOPPER + SCORED
 
 # The ways a case is differentiated, beside the ordered one with all gradients.
 _UNORDERED = dict(deterministic=False)
