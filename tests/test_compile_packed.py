@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from test_compile import Point, check, compile_all, known_architectures
+from test_compile import Point, check, compile_all, every_gradient, known_architectures
 from test_compile import pytestmark as pytestmark
 
 from cuflash import jit
-from cuflash.families import Access, device_of, portable, sm90
+from cuflash.families import Access, device_of, portable, sm90, sm90_backward
 from cuflash.score import Arg, Expr, Program, derivative, element, entries, fetch, symbol
 
 def program(function, args, visible=None) -> Program:
@@ -53,6 +53,7 @@ POINTS = (
     (75, "float16", (64, 64), "score_mod", "kv unordered"),
     (80, "bfloat16", (256, 256), "mask_mod", "all deterministic"),
     (120, "float32", (64, 64), "alibi", "q deterministic"),
+    (90, "bfloat16", (256, 256), "alibi", "all deterministic"),
     *(
         (90, ("float16", "bfloat16")[n % 2], dims, name, "hopper")
         for n, dims in enumerate(((64, 64), (128, 128), (256, 256)))
@@ -84,3 +85,21 @@ def test_scores_count_in_their_sequence():
     assert "p.first_batch + batch" in other
     rows = sm90.forward_plan(problem, device, access).score
     assert "q.k_start = at.k_start" in rows and "at.number" in rows
+
+
+def test_hoppers_backward_builds_clean(nvrtc):
+    jobs, device, access = [], device_of(90), Access(16, 16)
+    for n, dims in enumerate(((64, 64), (128, 128), (192, 128), (256, 256))):
+        for name, chosen in facts().items():
+            problem = Point(90, ("float16", "bfloat16")[n % 2], dims, "packed", 16, "").problem()
+            problem = replace(problem, batch=(), **chosen)
+            refused = sm90_backward.reject(problem, device, access)
+            assert (refused is not None) == (dims[0] == 256 and name in ("alibi", "score_mod"))
+            if refused is None:
+                gradients = every_gradient(problem) if problem.program else ()
+                plan = sm90_backward.backward_plan(
+                    problem, device, access, need_dq=True, need_dkv=True, deterministic=n % 2 == 0,
+                    gradients=gradients,
+                )  # fmt: skip
+                jobs.append((f"{dims}, {name}", plan, "sm_90a"))
+    check(compile_all(jobs))

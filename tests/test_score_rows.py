@@ -67,6 +67,9 @@ template <class T> using AccumOf = float;
 struct Strides { i64 batch[3], head, row, col; };
 struct alignas(64) TensorMap { char bytes[128]; };
 struct Dropout { u64 seed; u32 limit, batch, head; };
+inline int ceil_div(int a, int b) { return a > 0 ? (a + b - 1) / b : -(-a / b); }
+struct int2 { int x, y; }; struct int4 { int x, y, z, w; };
+template <class X> X load_constant(const X* address) { return *address; }
 template <class T> T min_of(T a, T b) { return a < b ? a : b; }
 template <class T> T max_of(T a, T b) { return a > b ? a : b; }
 template <class To, class From> To bits(From x) { To y; memcpy(&y, &x, sizeof y); return y; }

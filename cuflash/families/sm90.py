@@ -73,7 +73,8 @@ SCORE_TILES = (
     *(Tile(64, keys, 2, lazy=True) for keys in (48, 32, 16)),
 )
 SCORE_REGISTERS = 16  # of a consumer, to compute with
-BAND_REGISTERS = 16  # which, as a block map, has loops for masked and for full blocks
+BAND_REGISTERS = 24  # which, as a block map, has loops for masked and for full blocks
+SINGLE_REGISTERS = 8  # there, of arrays that are read element by element
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
 LONG_REGISTERS = 48  # where a pair takes many instructions
 LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
@@ -157,7 +158,12 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
     if options:
         others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
         others += SCORE_REGISTERS + score_rows.query_registers(options)
-        others += BAND_REGISTERS * (problem.bounded or problem.block_map is not None)
+        singles = sum(
+            arg.kind == "grid" and arg.along[1] and n not in paired
+            for n, arg in enumerate(options.args)
+        )
+        loops = problem.bounded or problem.block_map is not None
+        others += (BAND_REGISTERS + SINGLE_REGISTERS * singles) * loops
         # One warpgroup alone has all that a thread can name, and nothing to spare.
         others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
         others += LONG_REGISTERS * score_rows.is_long(options)

@@ -69,11 +69,16 @@ THREADS = 3 * 128
 
 def reject(problem, device, access) -> str | None:
     """Why this family cannot run the problem backward, or None. Options on scores hinder only where
-    functions of them, beside a block map's lists, would not fit the registers of the wide kernel.
+    they would not fit the registers of the wide kernel.
     """
-    if problem.block_map is not None and problem.program is not None:
-        if max(problem.head_dim, problem.head_dim_v) > 128:
-            return "no register is left for a block map beside score functions and head_dim > 128"
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if problem.block_map is not None and problem.program is not None and widest > 128:
+        return "no register is left for a block map beside score functions and head_dim > 128"
+    if problem.packed and problem.program and problem.program.gradients and widest > 192:
+        return (
+            f"a score's arrays beside packed sequences and head_dim {widest} need more registers "
+            "than there are"
+        )
     plain = replace(problem, program=None, sinks=False, dropout=False)
     return sm90.reject(plain, device, access)
 
@@ -91,6 +96,8 @@ def tile_of(problem, options: Options | None = None) -> Tile:
             tiles = CROWDED_TILES
         if keeps_fragment(options):
             tiles = KEPT_TILES
+            # Beside places of packed sequences dk and dv of 128 keys would not fit either.
+            widest = max(widest, 65) if problem.packed else widest
     return tiles[min(d for d in tiles if d >= widest)]
 
 

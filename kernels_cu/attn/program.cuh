@@ -81,8 +81,10 @@ struct PackedIndices {
     int b, i, j;
     __device__ __forceinline__ PackedIndices(const void* q_places, const void* k_places, int query,
                                              int key) {
-        const Sequence of_query = sequence_at(q_places, query), of_key = sequence_at(k_places, key);
-        b = of_query.number, i = query - of_query.q_start, j = key - of_key.k_start;
+        // No more than is needed, for pairs of which each has a query of its own.
+        const int2 of_query = load_constant(static_cast<const int2*>(q_places) + 2 * i64(query));
+        const int k_start = load_constant(static_cast<const int*>(k_places) + 4 * i64(key) + 2);
+        b = of_query.x, i = query - of_query.y, j = key - k_start;
     }
 };
 
