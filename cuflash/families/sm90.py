@@ -73,7 +73,8 @@ SCORE_TILES = (
     *(Tile(64, keys, 2, lazy=True) for keys in (48, 32, 16)),
 )
 SCORE_REGISTERS = 16  # of a consumer, to compute with
-BAND_REGISTERS = 24  # which, as a block map, has loops for masked and for full blocks
+MAP_REGISTERS = 16  # a block map has loops for masked and for full blocks
+BAND_REGISTERS = 24  # so has a band, and the band's ends
 SINGLE_REGISTERS = 8  # there, of arrays that are read element by element
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
 LONG_REGISTERS = 48  # where a pair takes many instructions
@@ -162,8 +163,10 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
             arg.kind == "grid" and arg.along[1] and n not in paired
             for n, arg in enumerate(options.args)
         )
-        loops = problem.bounded or problem.block_map is not None
-        others += (BAND_REGISTERS + SINGLE_REGISTERS * singles) * loops
+        if problem.block_map is not None:
+            others += MAP_REGISTERS
+        elif problem.bounded:
+            others += BAND_REGISTERS + SINGLE_REGISTERS * singles
         # One warpgroup alone has all that a thread can name, and nothing to spare.
         others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
         others += LONG_REGISTERS * score_rows.is_long(options)
