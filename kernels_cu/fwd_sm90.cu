@@ -214,7 +214,8 @@ struct Consumer {
 
     template <bool kMasked> __device__ __forceinline__ void first_step(int n) {
         Scores s;
-        const int block = kMasked || Score::kProgram ? pieces.block_at(n) : n;  // read while the product runs
+        // Read while the product runs.
+        const int block = kMasked || Score::kProgram ? pieces.block_at(n) : n;
         take_turn();
         start_scores(s);
         pass_turn();

@@ -95,6 +95,7 @@ def test_hopper_kernels_with_maps_and_scores_build_clean(nvrtc):
     device, access = device_of(90), Access(16, 16)
     for name, dim, mask, backward in (
         ("dropout", 64, "tail", False),
+        ("score_mod", 64, "band", False),
         ("score_mod", 128, "band", False),
         ("everything", 256, "tail", False),
         ("dropout", 128, "tail", True),

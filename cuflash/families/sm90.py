@@ -64,7 +64,7 @@ REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 # The same with a block map and options on scores: the producer keeps a list beside what it reads of
 # longer parameters.
-MAP_SCORE_REGISTERS = {**REGISTERS, 2: (56, 224)}
+MAP_SCORE_REGISTERS = {**REGISTERS, 2: (72, 216)}
 
 # With options on scores, which need registers of their own: two warpgroups of consumers, the first
 # that holds all of it. Hidden inf and NaN are looked for only where an output is not finite.
@@ -79,6 +79,7 @@ SINGLE_REGISTERS = 8  # there, of arrays that are read element by element
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
 LONG_REGISTERS = 48  # where a pair takes many instructions
 LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
+MAP_LONG_KEYS = 32
 SMEM = 227 * 1024
 
 WARPGROUP_ROWS = 64  # of queries: each consumer warpgroup's are loaded apart
@@ -106,8 +107,9 @@ def reject(problem, device, access) -> str | None:
 
 def _score_tile(problem, options, paired) -> Tile:
     """With options on scores: the widest whose registers hold all of it, else the narrowest."""
+    long_keys = LONG_KEYS if problem.block_map is None else MAP_LONG_KEYS
     tiles = [
-        tile for tile in SCORE_TILES if tile.block_n <= LONG_KEYS or not score_rows.is_long(options)
+        tile for tile in SCORE_TILES if tile.block_n <= long_keys or not score_rows.is_long(options)
     ]
     if problem.block_map is not None:  # no block of keys may be met in part
         tiles = [tile for tile in tiles if MAP_UNIT % tile.block_n == 0]
