@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import record  # noqa: E402  (beside this file)
+import compiling  # noqa: E402  (beside this file)
+import record  # noqa: E402
 
 # JAX would take three quarters of the GPU's memory at its first use, which the other libraries and
 # the tests with large arrays need.
@@ -24,9 +25,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--full-gate",
-        action="store_true",
-        help="test_compile.py builds every kernel, not a sample: hours",
+        "--gate",
+        choices=compiling.EXTENTS,
+        default="sample",
+        help="kernels that the compile gates build: a sample of their lists (minutes), the lists "
+        "(a quarter of an hour), or the whole product of test_compile.py besides (hours)",
     )
     parser.addoption(
         "--gpu-only",
@@ -156,6 +159,14 @@ def nvrtc():
         return jit._nvrtc()
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"needs NVRTC ({error})")
+
+
+@pytest.fixture(scope="session")
+def gate(nvrtc, request):
+    """Builds kernels and tells what the compiler said."""
+    gate = compiling.Gate(request.config.getoption("--gate"))
+    yield gate
+    gate.close()
 
 
 @pytest.fixture(scope="session")

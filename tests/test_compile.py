@@ -2,24 +2,21 @@
 warning. No GPU is needed, only NVRTC.
 
 A sample is built by default, chosen so that every dtype meets every architecture, pair of head
-dimensions and feature. `pytest tests/test_compile.py --full-gate` builds the whole product (hours).
+dimensions and feature; compiling.py says how to build more.
 A build also proves plan.py's sums of shared memory: the kernels assert them statically.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import random
-import re
-import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 
 import conftest
 import numpy as np
 import pytest
+from compiling import Job, check
 from test_launch_scores import program_of
 
 from cuflash import families, jit
@@ -34,9 +31,6 @@ from cuflash.score_text import Gradient
 pytestmark = pytest.mark.skipif(
     conftest.CUPY is not None, reason="a compiler and no GPU is all it needs: the CPU suite runs it"
 )
-
-WORKERS = 2
-CPU_SECONDS = 10  # of the compiler for one kernel; most take 1 to 4
 
 ARCHITECTURES = tuple(families._SMEM_KIB)
 SAMPLED_ARCHITECTURES = (75, 80, 86, 90, 120)
@@ -150,77 +144,14 @@ def small_plans(problem: Problem, device) -> list[Plan]:
     return plans
 
 
-# building -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Built:
-    """What the compiler said about one kernel."""
-
-    name: str
-    registers: int
-    spilled: int
-    warnings: tuple[str, ...]
-    cpu_seconds: float
-    error: str = ""
-
-    def faults(self) -> list[str]:
-        found = [self.error] if self.error else list(self.warnings)
-        if self.spilled > 0:
-            found.append(f"{self.spilled} bytes spilled at {self.registers} registers")
-        if self.cpu_seconds > CPU_SECONDS:
-            found.append(f"{self.cpu_seconds:.1f} s to compile")
-        return found
-
-
-def compile_one(job: tuple[str, Plan, str]) -> Built:
-    """In a worker process. The cache is not used: a file in it has no log."""
-    name, plan, arch = job
-    text = jit.translation_unit(plan)
-    start = time.process_time()
-    try:
-        log = jit.compile_text(text, plan.kernel, arch)[1]
-    except jit.CompileError as error:
-        return Built(name, 0, 0, (), time.process_time() - start, f"{plan}: {error}"[:2000])
-    seconds = time.process_time() - start
-    registers = re.search(r"Used (\d+) registers", log)
-    if registers is None:
-        return Built(name, 0, 0, (), seconds, f"the compiler's log names no registers: {log[:500]}")
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
-    lines = [line.strip() for line in log.splitlines()]
-    warnings = tuple(x for x in lines if re.search(r"warning|performance", x, re.IGNORECASE))
-    return Built(name, int(registers.group(1)), spilled, warnings, seconds)
-
-
-def compile_all(jobs, progress=None) -> list[Built]:
-    """Build (name, plan, architecture) jobs, equal kernels once."""
-    jobs = list({(plan, arch): (name, plan, arch) for name, plan, arch in reversed(jobs)}.values())
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
-        results = []
-        for built in pool.map(compile_one, reversed(jobs)):
-            results.append(built)
-            if progress is not None:
-                progress(built, len(results), len(jobs))
-    return results
-
-
-def check(results: list[Built]) -> None:
-    slowest = sorted(results, key=lambda built: -built.cpu_seconds)[:5]
-    total = sum(built.cpu_seconds for built in results)
-    print(f"{len(results)} kernels in {total:.0f} s of CPU time; the slowest:")
-    for built in slowest:
-        print(f"  {built.cpu_seconds:5.1f} s  {built.registers} registers  {built.name}")
-    bad = [f"{built.name}: {'; '.join(built.faults())}" for built in results if built.faults()]
-    if bad:
-        pytest.fail(f"{len(bad)} of {len(results)} kernels:\n" + "\n".join(bad), pytrace=False)
+# jobs ---------------------------------------------------------------------------------------------
 
 
 def known_architectures(nvrtc) -> list[int]:
     return [capability for capability in nvrtc.getSupportedArchs() if capability >= 75]
 
 
-def jobs_of(points, known) -> list[tuple[str, Plan, str]]:
+def jobs_of(points, known) -> list[Job]:
     jobs = []
     for point in points:
         if point.capability not in known:
@@ -248,9 +179,9 @@ def test_sample_meets_everything():
 
 
 @pytest.mark.parametrize("kinds", [FORWARD_KINDS, BACKWARD_KINDS], ids=["forward", "backward"])
-def test_kernels_build_clean(nvrtc, kinds, request, capsys):
+def test_kernels_build_clean(nvrtc, gate, kinds, capsys):
     """No spills, no warnings, and none takes long."""
-    full = request.config.getoption("--full-gate")
+    full = gate.extent == "product"
     points = product(ARCHITECTURES, kinds)
     if not full:
         points = sample(product(SAMPLED_ARCHITECTURES, kinds), 0)
@@ -261,21 +192,21 @@ def test_kernels_build_clean(nvrtc, kinds, request, capsys):
                 print(f"\n{done}/{count} {built.name} {'; '.join(built.faults())}", end="")
 
     jobs = jobs_of(points, known_architectures(nvrtc))
-    check(compile_all(jobs, progress if full else None))
+    check(gate.build(jobs, progress=progress if full else None))
 
 
 @pytest.mark.parametrize("kinds", [FORWARD_KINDS, BACKWARD_KINDS], ids=["forward", "backward"])
-def test_direct_kernels_build_clean(nvrtc, kinds, request):
+def test_direct_kernels_build_clean(nvrtc, gate, kinds):
     """The kernels without input tiles, of which the sample above has few."""
     points = product(DIRECT_ARCHITECTURES, kinds, DIRECT_DIMS)
     points = [point for point in points if point.plan()["kDirect"]]
     assert {point.dtype for point in points} >= {"float64"}
-    if not request.config.getoption("--full-gate"):
+    if gate.extent != "product":
         points = sample(points, 0)
-    check(compile_all(jobs_of(points, known_architectures(nvrtc))))
+    check(gate.build(jobs_of(points, known_architectures(nvrtc)), least=4))
 
 
-def test_hopper_kernels_build_clean(nvrtc, request):
+def test_hopper_kernels_build_clean(nvrtc, gate):
     """The Hopper family's: the assembler serialises no product either (its notes speak of
     performance).
     """
@@ -284,12 +215,12 @@ def test_hopper_kernels_build_clean(nvrtc, request):
         Point(90, ("float16", "bfloat16")[(n + n // len(MASKS)) % 2], dims, mask, 16, "hopper")
         for n, (dims, mask) in enumerate(pairs)
     ]
-    if request.config.getoption("--full-gate"):
+    if gate.extent == "product":
         axes = itertools.product(("float16", "bfloat16"), DIMS, MASKS, (16, 0))
         points = [Point(90, *values, "hopper") for values in axes]
     jobs = jobs_of(points, known_architectures(nvrtc))
     assert len(jobs) == len(points)
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=7))
 
 
 def score_programs() -> dict:
@@ -352,7 +283,7 @@ HOPPER_SCORE_POINTS = tuple(
 
 
 @pytest.mark.parametrize("points", [SCORE_POINTS, HOPPER_SCORE_POINTS], ids=["all", "hopper"])
-def test_score_kernels_build_clean(nvrtc, points):
+def test_score_kernels_build_clean(nvrtc, gate, points):
     """Kernels with scores, masks, sinks and dropout, backward with the gradients of all arrays."""
     jobs, programs = [], score_programs()
     for n, (capability, dtype, dims, name, kind) in enumerate(points):
@@ -362,10 +293,10 @@ def test_score_kernels_build_clean(nvrtc, points):
         arch = jit.architecture(*divmod(capability, 10))
         if capability in known_architectures(nvrtc):
             jobs.append((f"{point}, {name}", plan, arch))
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=4))
 
 
-def test_small_kernels_build_clean(nvrtc):
+def test_small_kernels_build_clean(nvrtc, gate):
     """delta, cast, row_norm and combine, for all dtypes; on Hopper and before, where additions
     differ.
     """
@@ -376,30 +307,26 @@ def test_small_kernels_build_clean(nvrtc):
         arch = jit.architecture(*divmod(capability, 10))
         for plan in small_plans(point.problem(), device):
             jobs.append((f"{plan} for {arch}", plan, arch))
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=16))
 
 
-def test_every_architecture(nvrtc):
-    """A forward and a backward kernel for each architecture that the compiler knows, those that
-    are newer than this library too: they get the plans of the smallest shared memory.
+def test_every_architecture(nvrtc, gate):
+    """A kernel for each architecture that the compiler knows, forward and backward in turn, those
+    that are newer than this library too: they get the plans of the smallest shared memory.
     """
-    jobs = []
-    for capability in known_architectures(nvrtc):
+    jobs, access = [], Access(16, 16)
+    for n, capability in enumerate(known_architectures(nvrtc)):
         device = replace(device_of(75), capability=capability)
         arch = jit.architecture(*divmod(capability, 10))
-        for kind in ("forward", "all deterministic"):
-            point = Point(capability, "float16", (64, 64), "whole", 16, kind)
-            if kind == "forward":
-                plan = portable.forward_plan(point.problem(), device, Access(16, 16))
-            else:
-                plan = portable.backward_plan(
-                    point.problem(),
-                    device,
-                    Access(16, 16),
-                    need_dq=True,
-                    need_dkv=True,
-                    deterministic=True,
-                )
-            jobs.append((f"{kind} for {arch}", plan, arch))
-    assert len(jobs) >= 2 * 6
-    check(compile_all(jobs))
+        problem = Point(capability, "float16", (64, 64), "whole", 16, "forward").problem()
+        plans = [portable.forward_plan(problem, device, access)]
+        plans.append(
+            portable.backward_plan(
+                problem, device, access, need_dq=True, need_dkv=True, deterministic=True
+            )
+        )
+        if gate.extent == "sample":
+            plans = [plans[n % 2]]
+        jobs += [(f"{plan} for {arch}", plan, arch) for plan in plans]
+    assert len(jobs) >= 6
+    check(gate.build(jobs))

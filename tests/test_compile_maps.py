@@ -5,14 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from test_compile import (
-    Point,
-    check,
-    compile_all,
-    every_gradient,
-    known_architectures,
-    score_programs,
-)
+from compiling import check
+from test_compile import Point, every_gradient, known_architectures, score_programs
 
 from cuflash import jit
 from cuflash.families import Access, device_of, portable, sm90, sm90_backward
@@ -44,7 +38,7 @@ POINTS = (
 )
 
 
-def test_kernels_with_maps_build_clean(nvrtc):
+def test_kernels_with_maps_build_clean(nvrtc, gate):
     jobs, programs = [], score_programs()
     for *axes, block, name in POINTS:
         point = Point(*axes)
@@ -55,10 +49,10 @@ def test_kernels_with_maps_build_clean(nvrtc):
         if point.capability in known_architectures(nvrtc):
             arch = jit.architecture(*divmod(point.capability, 10))
             jobs.append((f"{point}, {block}, {name}", plan, arch))
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=5))
 
 
-def test_hopper_kernels_with_maps_build_clean(nvrtc):
+def test_hopper_kernels_with_maps_build_clean(nvrtc, gate):
     """Every width, mask and order; blocks of kernels divide those of the map."""
     jobs, device, access = [], device_of(90), Access(16, 16)
     for dim, mask in itertools.product((64, 128, 192, 256), ("band", "tail", "whole")):
@@ -75,10 +69,10 @@ def test_hopper_kernels_with_maps_build_clean(nvrtc):
         for plan in plans:
             assert plan["kBlockMap"] and 128 % plan["kBlockM"] == 128 % plan["kBlockN"] == 0
             jobs.append((f"{point}: {plan}", plan, "sm_90a"))
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=6))
 
 
-def test_the_kernel_that_makes_maps_builds_clean(nvrtc):
+def test_the_kernel_that_makes_maps_builds_clean(nvrtc, gate):
     jobs, programs = [], score_programs()
     for capability, mask, name in ((75, "whole", None), (80, "band", "bias, slopes and mask")):
         point = Point(capability, "float16", (64, 64), mask, 16, "forward")
@@ -86,10 +80,10 @@ def test_the_kernel_that_makes_maps_builds_clean(nvrtc):
         plan = portable.block_map_plan(problem)
         if capability in known_architectures(nvrtc):
             jobs.append((f"{plan}", plan, jit.architecture(*divmod(capability, 10))))
-    check(compile_all(jobs))
+    check(gate.build(jobs))
 
 
-def test_hopper_kernels_with_maps_and_scores_build_clean(nvrtc):
+def test_hopper_kernels_with_maps_and_scores_build_clean(nvrtc, gate):
     """Lists beside what scores need: the producer's registers and the consumers'."""
     jobs, programs = [], score_programs()
     device, access = device_of(90), Access(16, 16)
@@ -114,4 +108,4 @@ def test_hopper_kernels_with_maps_and_scores_build_clean(nvrtc):
             )  # fmt: skip
         assert plan["kBlockMap"] and 128 % plan["kBlockM"] == 128 % plan["kBlockN"] == 0
         jobs.append((f"{point}, {name}: {plan}", plan, "sm_90a"))
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=3))

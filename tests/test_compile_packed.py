@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from test_compile import Point, check, compile_all, every_gradient, known_architectures
+from compiling import check
+from test_compile import Point, every_gradient, known_architectures
 from test_compile import pytestmark as pytestmark
 
 from cuflash import jit
 from cuflash.families import Access, device_of, portable, sm90, sm90_backward
 from cuflash.score import Arg, Expr, Program, derivative, element, entries, fetch, symbol
+
 
 def program(function, args, visible=None) -> Program:
     s, b, h, i, j = (Expr(symbol(name)) for name in "sbhij")
@@ -62,7 +64,7 @@ POINTS = (
 )
 
 
-def test_kernels_build_clean(nvrtc):
+def test_kernels_build_clean(nvrtc, gate):
     jobs, chosen = [], facts()
     for capability, dtype, dims, name, kind in POINTS:
         point = Point(capability, dtype, dims, "packed", 16, kind)
@@ -71,7 +73,7 @@ def test_kernels_build_clean(nvrtc):
         arch = jit.architecture(*divmod(capability, 10))
         if capability in known_architectures(nvrtc):
             jobs.append((f"{point}, {name}", plan, arch))
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=6))
 
 
 def test_scores_count_in_their_sequence():
@@ -87,7 +89,7 @@ def test_scores_count_in_their_sequence():
     assert "q.k_start = at.k_start" in rows and "at.number" in rows
 
 
-def test_hoppers_backward_builds_clean(nvrtc):
+def test_hoppers_backward_builds_clean(nvrtc, gate):
     jobs, device, access = [], device_of(90), Access(16, 16)
     for n, dims in enumerate(((64, 64), (128, 128), (192, 128), (256, 256))):
         for name, chosen in facts().items():
@@ -102,4 +104,4 @@ def test_hoppers_backward_builds_clean(nvrtc):
                     gradients=gradients,
                 )  # fmt: skip
                 jobs.append((f"{dims}, {name}", plan, "sm_90a"))
-    check(compile_all(jobs))
+    check(gate.build(jobs, least=4))

@@ -102,8 +102,9 @@ def test_every_derivative_compiles(nvrtc):
         need_dq=True, need_dkv=True, deterministic=True, gradients=gradients,
         tile=SMALL,
     )  # fmt: skip
-    _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, "sm_90a")
-    assert re.search(r"Used \d+ registers", log)
+    # To PTX: the text is what is in question, and its assembly takes twice the compiler's time.
+    ptx, _ = jit.compile_text(jit.translation_unit(plan), plan.kernel, "compute_90")
+    assert ptx.count(b".entry") == 1
 
 
 def test_rows_of_a_plan_pack_as_the_compiler_lays_them_out(nvrtc):

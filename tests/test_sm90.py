@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import compiling
 import numpy as np
 import pytest
-from compiling import logs_of
 from conftest import np_dtype
 from running import check
 from strategies import HOPPER_TILES, Case
@@ -73,27 +72,14 @@ def _problems():
                     )  # fmt: skip
 
 
-def _name(problem):
-    mask = "full" if problem.band is None else "band"
-    return f"{problem.head_dim} {problem.head_dim_v} {problem.seqlen_k} {mask}"
-
-
-@pytest.fixture(scope="module")
-def logs(nvrtc):
-    """What the compiler says about every kernel of _problems()."""
-    plans = {_name(x): sm90.forward_plan(x, HOPPER, Access(16, 16)) for x in _problems()}
-    return logs_of({name: (plan, "sm_90a") for name, plan in plans.items()})
-
-
-@pytest.mark.parametrize("name", [_name(problem) for problem in _problems()])
-def test_kernels_compile(logs, name):
-    """The kernel's assertions hold, the assembler serialises no product (notes C75xx) and nothing
-    is spilled.
-    """
-    assert "C75" not in logs[name]
-    spilled = re.findall(r"(\d+) bytes spill", logs[name])
-    assert spilled or not logs[name].strip("\0")  # some compilers report nothing
-    assert all(int(n) == 0 for n in spilled)
+def test_every_tile_compiles(gate):
+    """The kernel's assertions hold, the assembler serialises no product and nothing is spilled."""
+    jobs = []
+    for problem in _problems():
+        mask = "full" if problem.band is None else "band"
+        name = f"{problem.head_dim} {problem.head_dim_v} {problem.seqlen_k} {mask}"
+        jobs.append((name, sm90.forward_plan(problem, HOPPER, Access(16, 16)), "sm_90a"))
+    compiling.check(gate.build(jobs, least=8))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
-from compiling import logs_of
+from compiling import check
 
 from cuflash.families import Access, device_of, sm90_backward
 from cuflash.problem import Band, Problem
@@ -46,54 +45,40 @@ def test_every_head_dim_fits_the_shared_memory(head_dim, head_dim_v):
     assert 128 * (producer + 2 * consumers) <= 168 * plan.threads
 
 
-def _whole_plans():
-    for dims, (n, form, deterministic) in itertools.product(
-        DIMS, ((n // 2, *x) for n, x in enumerate(itertools.product(FORMS, (True, False))))
-    ):
+def whole_jobs(deterministic):
+    pairs = itertools.product(DIMS, enumerate(FORMS.items()))
+    for dims, (n, (form, change)) in pairs:
         problem = replace(
             BASE, dtype=("bfloat16", "float16")[n % 2], head_dim=dims[0], head_dim_v=dims[1],
-            **FORMS[form],
+            **change,
         )  # fmt: skip
-        yield (dims, form, deterministic), plan_of(problem, deterministic=deterministic)
+        yield f"{dims}, {form}", plan_of(problem, deterministic=deterministic), "sm_90a"
 
 
-def _part_plans():
-    for head_dim, need_dq, scale in itertools.product(
-        (64, 128, 256), (False, True), (0.1, -0.1, 0.0)
-    ):
+def part_jobs():
+    axes = itertools.product((64, 128, 256), (False, True), (0.1, -0.1, 0.0))
+    for head_dim, need_dq, scale in axes:
         band = Band(-512, 200)
         problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, band=band, scale=scale)
         plan = plan_of(problem, need_dq=need_dq, need_dkv=not need_dq)
-        yield (head_dim, need_dq, scale), plan
+        yield f"{head_dim}, {need_dq}, {scale}", plan, "sm_90a"
 
 
-@pytest.fixture(scope="module")
-def logs(nvrtc):
-    """What the compiler says about every kernel below."""
-    return logs_of({key: (plan, "sm_90a") for key, plan in (*_whole_plans(), *_part_plans())})
-
-
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_kernels_compile(logs, dims):
+def test_kernels_compile(gate):
     """The kernel's assertions hold, the assembler serialises no product (notes C75xx), and the
     order of sums by default spills nothing.
     """
-    for form, deterministic in itertools.product(FORMS, (True, False)):
-        log = logs[dims, form, deterministic]
-        assert "C75" not in log, (form, deterministic)
-        if deterministic:
-            spilled = re.findall(r"(\d+) bytes spill", log)
-            assert spilled or not log.strip("\0"), form  # some compilers report nothing
-            assert not any(map(int, spilled)), form
+    check(gate.build(whole_jobs(True), least=7))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("need_dq", [False, True])
-def test_kernels_of_some_gradients_compile(logs, head_dim, need_dq):
+def test_kernels_of_the_other_order_compile(gate):
+    """A few bytes of some are spilled outside of the loops."""
+    check(gate.build(whole_jobs(False), least=4), may_spill=True)
+
+
+def test_kernels_of_some_gradients_compile(gate):
     """No product is serialised; NVRTC 13.0 notes (C7519) that it adds a fence of its own to dq."""
-    for scale in (0.1, -0.1, 0.0):
-        log = logs[head_dim, need_dq, scale]
-        assert "serialized" not in log and "wait is injected" not in log
+    check(gate.build(part_jobs(), least=4), may_spill=True)
 
 
 def test_tiles_that_no_kernel_has():

@@ -73,7 +73,7 @@ SCORE_TILES = (
     *(Tile(64, keys, 2, lazy=True) for keys in (48, 32, 16)),
 )
 SCORE_REGISTERS = 16  # of a consumer, to compute with
-MAP_REGISTERS = 16  # a block map has loops for masked and for full blocks
+MAP_REGISTERS = 24  # a block map has loops for masked and for full blocks
 BAND_REGISTERS = 24  # so has a band, and the band's ends
 SINGLE_REGISTERS = 8  # there, of arrays that are read element by element
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
