@@ -256,6 +256,11 @@ struct Producer {
         mbarrier_arrive(smem.piece_full(pieces.stage));
         pieces.next();
     }
+    // There is no more: nothing but the piece itself is written, for it has no list and no keys.
+    __device__ __forceinline__ void finish() const {
+        smem.piece(pieces.stage).set({Piece::kNone, 0, 0, 0});
+        mbarrier_arrive(smem.piece_full(pieces.stage));
+    }
     // Waits until the piece in a slot is finished. If it failed, `piece` is that one once more.
     __device__ __forceinline__ bool is_failed(const Cursor<kPieceSlots>& slot, Piece& piece) const {
         mbarrier_wait(smem.piece_empty(slot.stage), slot.phase ^ 1);
@@ -304,7 +309,7 @@ struct Producer {
                 load_k(loader, n - 1), load_v(loader, n);
             load_v(loader, range.begin);
         }
-        hand_out({Piece::kNone, 0, 0, 0});
+        finish();
     }
 };
 

@@ -220,7 +220,7 @@ def test_hopper_kernels_build_clean(nvrtc, gate):
         points = [Point(90, *values, "hopper") for values in axes]
     jobs = jobs_of(points, known_architectures(nvrtc))
     assert len(jobs) == len(points)
-    check(gate.build(jobs, least=7))
+    check(gate.build(jobs, least=5))
 
 
 def score_programs() -> dict:
@@ -311,11 +311,14 @@ def test_small_kernels_build_clean(nvrtc, gate):
 
 
 def test_every_architecture(nvrtc, gate):
-    """A kernel for each architecture that the compiler knows, forward and backward in turn, those
-    that are newer than this library too: they get the plans of the smallest shared memory.
+    """A kernel for each architecture that the compiler knows and no other gate builds for, forward
+    and backward in turn, those that are newer than this library too: they get the plans of the
+    smallest shared memory.
     """
     jobs, access = [], Access(16, 16)
     for n, capability in enumerate(known_architectures(nvrtc)):
+        if gate.extent == "sample" and capability in SAMPLED_ARCHITECTURES:
+            continue
         device = replace(device_of(75), capability=capability)
         arch = jit.architecture(*divmod(capability, 10))
         problem = Point(capability, "float16", (64, 64), "whole", 16, "forward").problem()
@@ -328,5 +331,5 @@ def test_every_architecture(nvrtc, gate):
         if gate.extent == "sample":
             plans = [plans[n % 2]]
         jobs += [(f"{plan} for {arch}", plan, arch) for plan in plans]
-    assert len(jobs) >= 6
+    assert len(jobs) >= 4
     check(gate.build(jobs))
