@@ -60,12 +60,17 @@ class Case:
         )  # fmt: skip
 
     @property
+    def lengths(self):
+        """Queries and keys of a sequence."""
+        return self.seqlen, self.seqlen_k or self.seqlen
+
+    @property
     def pairs(self):
         """Unmasked pairs of query and key of a head: half of all when causal without a window, as
         the FlashAttention papers count, else exactly.
         """
-        rows, keys = self.seqlen, self.seqlen_k or self.seqlen
-        if self.option == "segments":
+        rows, keys = self.lengths
+        if self.option in ("segments", "documents"):
             return int((np.bincount(np.arange(rows) * DOCUMENTS // rows) ** 2).sum())
         if self.option.endswith(" map"):
             return int(np.count_nonzero(map_kinds(self.option, rows))) * MAP_BLOCK**2
@@ -119,7 +124,11 @@ def _shapes(way):
 
 def _scores(way):
     """Options on scores, beside the same call without; FlexAttention has some of them."""
-    names = ("", "softcap", "score_mod", "alibi", "bias", "mask", "lengths", "segments", "dropout")
+    names = (
+        "", "softcap", "score_mod", "alibi", "bias", "mask", "lengths", "segments", "documents",
+        "dropout", "packed",
+    )  # fmt: skip
+    names += ("bias and its gradient",) if way == "bwd" else ()
     cases = [Case(way, "gpu", "bfloat16", 2, 16, 8192, 128, option=name) for name in names]
     return [*cases, Case(way, "gpu", "bfloat16", 2, 16, 8192, 128, True, left=1023)]
 

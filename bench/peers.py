@@ -50,6 +50,8 @@ def _cuflash(deterministic, plain=False):
         if plain and not case.option and case.left is None:
             raise Skip("the call has no option to leave out")
         options, need = _keywords(case, plain)
+        if case.option == "packed" and not plain:
+            return _packed(case, (q, k, v, dout), options, deterministic)
         if case.way == "fwd":
             if not deterministic:
                 raise Skip("the forward pass is always deterministic")
@@ -61,6 +63,19 @@ def _cuflash(deterministic, plain=False):
         )
 
     return prepare
+
+
+def _packed(case, given, options, deterministic):
+    """The batch's sequences packed one behind the other, offsets on the host."""
+    q, k, v, dout = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in given)
+    offsets = [np.arange(case.batch + 1) * rows for rows in case.lengths]
+    if case.way == "fwd":
+        if not deterministic:
+            raise Skip("the forward pass is always deterministic")
+        out = dout.copy()
+        return lambda: cuflash.attention_varlen(q, k, v, *offsets, out=out, **options)
+    _, pullback = cuflash.attention_varlen_vjp(q, k, v, *offsets, **options)
+    return lambda: pullback(dout, deterministic=deterministic)
 
 
 def _keywords(case, plain):
@@ -77,7 +92,7 @@ def _keywords(case, plain):
 def kernels(case, q, k, v, dout):
     """The plans of all kernels that cuflash's contenders launch on a GPU."""
     found = []
-    for plain in (False, True):
+    for plain in (True,) if case.option == "packed" else (False, True):  # that builds its own
         options, need = _keywords(case, plain)
         for deterministic in (True, False) if case.way == "bwd" else (True,):
             plans = prebuild.plans_of_call(dout, q, k, v, options, need, deterministic)

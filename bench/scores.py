@@ -42,32 +42,44 @@ def _capped(s, b, h, i, j):
     return _CAP * np.tanh(s / _CAP)
 
 
+def _segments(case, xp):
+    ids = xp.asarray(_documents(case)[None])
+    return {"q_segment_ids": ids, "kv_segment_ids": ids}
+
+
+def _with_map(masks, case, xp):
+    """The masks and the map of their blocks, made once as FlexAttention's block mask is."""
+    q, k = (xp.zeros((1, 1, rows, 1), np.float32) for rows in case.lengths)
+    return {**masks, "block_map": cuflash.block_map(q, k, **masks)}
+
+
 def options(case, xp):
     """Keywords of attention for ``case.option``, arrays in the library ``xp``."""
     rows, rng = case.seqlen, xp.random.default_rng(1)
+    bias = lambda: {"bias": rng.standard_normal((rows, rows), dtype=np.float32)}  # noqa: E731
     made = {
         "": lambda: {},
+        "packed": lambda: {},
         "softcap": lambda: {"softcap": _CAP},
         "score_mod": lambda: {"score_mod": _capped},
         "alibi": lambda: {"alibi_slopes": xp.asarray(_slopes(case.heads))},
-        "bias": lambda: {"bias": rng.standard_normal((rows, rows), dtype=np.float32)},
+        "bias": bias,
+        "bias and its gradient": bias,
         "mask": lambda: {"mask": rng.random((rows, rows), dtype=np.float32) < 0.9},
         "lengths": lambda: {"kv_lens": xp.full(case.batch, rows - rows // 8, np.int32)},
-        "segments": lambda: {"q_segment_ids": xp.asarray(_documents(case)[None])},
+        "segments": lambda: _segments(case, xp),
+        "documents": lambda: _with_map(_segments(case, xp), case, xp),
         "dropout": lambda: {"dropout_p": 0.125, "seed": 1},
         "banded map": lambda: _map(case, xp),
         "document map": lambda: _map(case, xp),
         "random map": lambda: _map(case, xp),
     }
-    found = made[case.option]()
-    if case.option == "segments":
-        found["kv_segment_ids"] = found["q_segment_ids"]
-    return found
+    return made[case.option]()
 
 
 def need(case):
-    """The gradients that are asked for: the bias's, too."""
-    return ("q", "k", "v") + (("bias",) if case.option == "bias" else ())
+    """The gradients that are asked for."""
+    return ("q", "k", "v") + (("bias",) if case.option == "bias and its gradient" else ())
 
 
 def flex(case, torch):
@@ -80,10 +92,11 @@ def flex(case, torch):
     if case.option == "alibi":
         slopes = torch.asarray(_slopes(case.heads), device=device)
         return (lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()), None, ()
-    if case.option == "bias":
-        bias = torch.randn(case.seqlen, case.seqlen, device=device, requires_grad=True)
-        return (lambda s, b, h, i, j: s + bias[i, j]), None, (bias,)
-    if case.option == "segments":
+    if case.option.startswith("bias"):
+        wanted = case.option != "bias"
+        bias = torch.randn(case.seqlen, case.seqlen, device=device, requires_grad=wanted)
+        return (lambda s, b, h, i, j: s + bias[i, j]), None, (bias,) if wanted else ()
+    if case.option in ("segments", "documents"):
         ids = torch.asarray(_documents(case), device=device)
         return None, (lambda b, h, i, j: ids[i] == ids[j]), ()
     raise KeyError(case.option)
