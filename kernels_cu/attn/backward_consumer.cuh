@@ -242,6 +242,27 @@ struct Consumer {
     // 0 * NaN is NaN: a query and a key that do not see each other must not reach each other's
     // gradients. All consumers take part in each of these.
 
+    // Whether a row of q or dout in hand may hold any, as the rows' statistics tell without a look
+    // at the tiles: delta is a sum of products with all of dout's row; and products with a row of q
+    // that holds one are inf or NaN with every key, so that lse is inf, NaN, or -inf as of a row
+    // that sees nothing. That counts on scores that are products plus something, and on no sink in
+    // lse.
+    static constexpr bool kSumsTell = Score::kUnit && !Score::kSinks;
+    __device__ __forceinline__ bool may_be_nonfinite(int stage, int dout_stage) const {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < Plan::kBlockM / kWarpSize; ++i) {
+            const u32 row = (i * kWarpSize + lane_id()) * 4;
+            const auto look_at = [&](u32 statistic) {
+                float x;
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(statistic + row) : "memory");
+                any |= is_nonfinite(x);
+            };
+            look_at(smem.row_max(stage)), look_at(smem.row_sum(stage));
+            look_at(smem.delta(dout_stage));
+        }
+        return __any_sync(kFullWarp, any);
+    }
     __device__ __forceinline__ bool finds_nonfinite(u32 tile, int bytes) const {
         bool found = false;
 #pragma unroll 2
@@ -279,6 +300,7 @@ struct Consumer {
     // After all have S^T and dP^T of a masked block, before anyone's dV and dK...
     __device__ __forceinline__ void clean_queries(int stage, int dout_stage, bool masked) {
         if (!Plan::kNeedDkv || !masked) return;
+        if (kSumsTell && !may_be_nonfinite(stage, dout_stage)) return;
         const bool in_q = finds_nonfinite(smem.q(stage), kQBytes);
         const bool in_dout = finds_nonfinite(smem.dout(dout_stage), kDoutBytes);
         if (in_q) replace_nonfinite(smem.q(stage), kQBytes), dirty |= kDirtyQ;
