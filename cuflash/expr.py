@@ -116,6 +116,9 @@ _COMPOSED = {
     np.logaddexp: lambda a, b: np.maximum(a, b) + np.log1p(np.exp(-abs(_expr(a) - b))),
 }
 _BITS = {np.bitwise_and: "and", np.bitwise_or: "or", np.invert: "not", np.bitwise_xor: None}
+# Booleans of pairs, 32 in a word: of a query's neighbouring keys, or of a key's queries
+# (mask_bits.py).
+BITS, BITS_BY_KEY = "bits", "bits by key"
 _TYPES = {"b": "bool", "i": "int", "u": "int", "f": "float", "V": "float"}
 
 
@@ -237,7 +240,7 @@ def fetch(number, arg, indices=()) -> Node:
 
 
 def _dtype_kind(name):
-    return "f" if name == "bfloat16" else np.dtype(name).kind
+    return {"bfloat16": "f", BITS: "b", BITS_BY_KEY: "b"}.get(name) or np.dtype(name).kind
 
 
 def term_of(x) -> Node:

@@ -20,6 +20,7 @@ from . import launch_steps as steps
 from .families import choose, portable, sm90_backward
 from .launch_block_map import list_rest, list_words
 from .launch_extras import Operands
+from .launch_mask_bits import as_bits
 from .launch_steps import BATCH_DIMS, Step
 from .plan import ITEM_BYTES, Plan, round_up
 from .score_text import Options
@@ -285,9 +286,14 @@ def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) ->
             some = _Arrays(*arrays[:-1])
             _backward(inner, some, arrays[-1], deterministic, wanted, its, tile)
         return
+    device_id = given.q.data.device_id
+    if problem.program is not None:
+        masked = as_bits(problem, operands, device_id, True)
+        masked.launch(device_id)
+        problem, operands = masked.problem, masked.operands
     kernels, narrow = _ready(problem, given, deterministic, wanted, operands, tile)
     a = _packed(problem, given) if narrow else given
-    _run(problem, a.q.data.device_id, kernels, a, operands, by_sink)
+    _run(problem, device_id, kernels, a, operands, by_sink)
 
 
 def plans_of(
@@ -311,8 +317,10 @@ def _plans_of(problem, given, operands, deterministic, wanted, tile):
         return steps.plans_of_outer(
             _plans_of, problem, given, operands, deterministic, wanted, tile
         )
-    kernels, _ = _ready(problem, _Arrays(*given), deterministic, wanted, operands, tile)
-    return [step.plan for step in kernels.steps]
+    given = _Arrays(*given)
+    problem, operands, first, _ = as_bits(problem, operands, given.q.data.device_id, True)
+    kernels, _ = _ready(problem, given, deterministic, wanted, operands, tile)
+    return [step.plan for step in kernels.steps] + ([] if first is None else [first.plan])
 
 
 def _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv) -> _Arrays:

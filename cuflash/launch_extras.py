@@ -14,6 +14,7 @@ import numpy as np
 from . import launch_steps as steps
 from . import score_rows
 from .params import BATCH_DIMS
+from .score import BITS, BITS_BY_KEY
 from .score_text import Options
 
 _MASK = 2**64 - 1
@@ -164,7 +165,9 @@ NONE = Operands()
 
 
 def _is_paired(spec, x) -> bool:
-    if spec.kind != "grid" or not spec.along[1] or x.itemsize > score_rows.AHEAD_BYTES:
+    if spec.kind != "grid" or not spec.along[1] or spec.dtype in (BITS, BITS_BY_KEY):
+        return False
+    if x.itemsize > score_rows.AHEAD_BYTES:
         return False
     places = [stride for size, stride in zip(x.shape[:-1], x.strides) if size > 1]
     whole = all(place % (2 * x.itemsize) == 0 for place in (x.data.ptr, *places))

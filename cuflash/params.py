@@ -209,6 +209,13 @@ TABLES = {
         ("map_block_k", "i32"),
         ("num_key_blocks", "u32"),
     ],
+    "mask_bits": [
+        ("bits", "out"),
+        *_SHAPE,
+        *_BAND,
+        ("num_key_blocks", "u32"),
+        ("row_words", "i32"),
+    ],
     "combine": [
         ("outs", "in"),
         ("lses", "in"),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .expr import (
+    BITS,
+    BITS_BY_KEY,
     CPP,
     OPS,
     Expr,
@@ -27,7 +29,7 @@ from .expr import (
 )
 
 __all__ = [
-    "CPP", "OPS", "Arg", "Expr", "Node", "Program", "apply", "constant", "derivative", "element",
+    "BITS", "BITS_BY_KEY", "CPP", "OPS", "Arg", "Expr", "Node", "Program", "apply", "constant", "derivative", "element",
     "entries", "evaluate", "fetch", "ordered", "render", "symbol", "trace", "where",
 ]  # fmt: skip
 

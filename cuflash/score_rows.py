@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from itertools import compress
 
-from .score import CPP, constant, ordered, render, symbol
+from .score import BITS, BITS_BY_KEY, CPP, constant, ordered, render, symbol
 
 # An element read ahead takes a register or two; wider ones are read where they are used.
 AHEAD_BYTES = 4
 _SIZES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+    BITS: 4, BITS_BY_KEY: 4,
 }  # fmt: skip
 _LONG = {
     "fetch", "floor_divide", "remainder", "power", "exp", "expm1", "log", "log1p", "sin", "cos",
@@ -35,6 +36,7 @@ def item_bytes(arg) -> int:
 def ahead_registers(options, paired, tiles: int) -> int:
     """Registers of a lane for what is read ahead of a block of ``tiles`` times 8 keys."""
     total = 2 * -(-tiles // 8) if options.dropout else 0
+    total += sum(arg.dtype == BITS for arg in options.args) * 2 * -(-tiles // 4)
     for n in paired:
         arg = options.args[n]
         total += tiles * (2 if arg.along[0] else 1) * (2 if item_bytes(arg) == 4 else 1)
@@ -341,23 +343,28 @@ def _query(writer, options, used, elements):
 
 def _elements(options, used, elements, read, ahead):
     """What is read ahead of a block, and a pair's elements."""
-    held, fetched, found, fields = [], [], [], []
+    held, rows, fetched, found, fields = [], [], [], [], []
     for n in used:
         arg = options.args[n]
         element, along = elements[arg.dtype], f"p.arg{n}_strides.col"
         fields.append(f"{_kind(arg)} arg{n};")
+        if arg.dtype == BITS:
+            held.append(f"RowBits<kTiles> arg{n}[2];")
+            rows += [f"ahead.arg{n}[{row}].read(q[{row}].start{n}, first);" for row in range(2)]
+            found.append(f"ahead.arg{n}[half].get(n, r)")
+            continue
         if n not in ahead:
             place = f"q.start{n}[i64(min_of(int(j), p.seqlen_k - 1)) * {along}]"
             found.append(read(arg, place))
             continue
-        rows = 2 if arg.along[0] else 1
-        held.append(f"Two<{element}> arg{n}[{rows}][kTiles];")
+        ways = 2 if arg.along[0] else 1
+        held.append(f"Two<{element}> arg{n}[{ways}][kTiles];")
         # First the lane's own address, then constants: these are a part of the instruction.
         fetched += [
             f"ahead.arg{n}[{row}][n] = read_two(q[{row}].start{n} + from + beyond);"
-            for row in range(rows)
+            for row in range(ways)
         ]
-        half = "half" if rows == 2 else "0"
+        half = "half" if ways == 2 else "0"
         found.append(read(arg, f"one_of<{element}>(ahead.arg{n}[{half}][n], r)"))
     reading = [
         "#pragma unroll",
@@ -373,7 +380,7 @@ def _elements(options, used, elements, read, ahead):
         "struct Elements {", *("    " + field for field in fields), "};",
         "template <bool kInside, int kTiles>",
         *_function(f"void read_ahead({head.format('')}const Query (&q)[2], int first)",
-                   reading if fetched else []),
+                   rows + (reading if fetched else [])),
         "template <int kTiles>",
         *_function(
             f"Elements elements({head.format('const ')}const Query& q, int half, int n, int r, "
@@ -384,6 +391,6 @@ def _elements(options, used, elements, read, ahead):
 
 
 def _kind(arg):
-    if arg.dtype == "bool":
+    if arg.dtype in ("bool", BITS, BITS_BY_KEY):
         return "bool"
     return "int" if arg.dtype.startswith(("int", "uint")) else "Accum"

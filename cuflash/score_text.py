@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from . import score_rows
-from .score import Program, constant, ordered, render
+from .score import BITS, BITS_BY_KEY, Program, constant, ordered, render
 
 ELEMENTS = {
     "bool": "unsigned char",
@@ -26,6 +26,8 @@ ELEMENTS = {
     "bfloat16": "bf16",
     "float32": "float",
     "float64": "double",
+    BITS: "u32",
+    BITS_BY_KEY: "u32",
 }
 
 MAP_UNIT = 128
@@ -36,7 +38,7 @@ using Accum = AccumOf<Plan::Element>;
 struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
-    static constexpr bool kChanges = false;
+    static constexpr bool kChanges = false, kBitsByKey = false;
     static constexpr int kStarts = 0;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
     template <class Start> __device__ __forceinline__ Score(const Params&, u32, u32, Start) {}
@@ -186,6 +188,9 @@ def text(
     slope = ["return 1;"] if program is None else _body(options, program.derivative)
     parts += _function("Accum derivative(Accum s, int i, int j)", slope)
     parts += _visible(options)
+    if (n := _bits_by_key(options)) is not None:
+        row = f"start{n} + i64(j) * p.arg{n}_strides.row"
+        parts += _function("const u32* bits_of_key(int j)", [f"return {row};"])
     parts += _function("Accum sink()", _sink(options))
     parts += _function("Accum keep_scale()", _keep_scale(options, quick))
     kind = "PackedDropout" if options.packed and options.dropout else "Dropout"
@@ -211,6 +216,7 @@ def facts(options: Options) -> dict[str, bool]:
         "kSinks": options.sinks,
         "kDropout": options.dropout,
         "kGradients": bool(options.gradients),
+        "kBitsByKey": _bits_by_key(options) is not None,
     }
 
 
@@ -226,6 +232,15 @@ def _function(head, body):
 
 def _masks(options):
     return options.program is not None and options.program.visible is not None
+
+
+def _bits_by_key(options) -> int | None:
+    """The argument that alone says what is visible, if it holds bits of all queries of a key."""
+    if not _masks(options) or options.map_block is not None:
+        return None
+    node = options.program.visible
+    by_key = node.op == "element" and options.args[node.value].dtype == BITS_BY_KEY
+    return node.value if by_key else None
 
 
 def _visible(options):
@@ -295,13 +310,15 @@ def _head_start(n, element, batch, head):
 def _read(arg, place):
     if arg.dtype == "bool":
         return f"{place} != 0"
+    if arg.dtype in (BITS, BITS_BY_KEY):
+        return f"({place} >> ({'j' if arg.dtype == BITS else 'i'} & 31) & 1) != 0"
     if arg.dtype.startswith(("int", "uint")):
         return f"read_int({place})"
     return f"read<Accum>({place})"
 
 
 def _result(arg):
-    if arg.dtype == "bool":
+    if arg.dtype in ("bool", BITS, BITS_BY_KEY):
         return "bool", "false"
     if arg.dtype.startswith(("int", "uint")):
         return "int", "0"
@@ -318,6 +335,10 @@ def _accessors(args):
             lines += _function(f"{kind} arg{n}()", [f"return {value};"])
         elif arg.kind == "grid":
             steps = (("i", "row"), ("j", "col"))
+            if arg.dtype == BITS:
+                steps = (("i", "row"), ("j >> 5", "col"))
+            elif arg.dtype == BITS_BY_KEY:
+                steps = (("j", "row"), ("i >> 5", "col"))
             steps = [f"i64({x}) * p.arg{n}_strides.{to}" for x, to in compress(steps, arg.along)]
             place = f"start{n}[{' + '.join(steps) or 0}]"
             lines += _function(f"{kind} arg{n}(int i, int j)", [f"return {_read(arg, place)};"])

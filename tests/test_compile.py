@@ -24,7 +24,7 @@ from cuflash.ahead import LENGTHS
 from cuflash.families import Access, device_of, portable, sm90
 from cuflash.plan import CPP_TYPES, Plan
 from cuflash.problem import Band, Problem
-from cuflash.score import Arg, Expr, element
+from cuflash.score import BITS, Arg, Expr, element
 from cuflash.score_bounds import largest
 from cuflash.score_text import Gradient
 
@@ -73,7 +73,10 @@ class Point:
         access = Access(self.copy_bytes, 16 if self.copy_bytes == 16 else 0)
         if self.kind == "hopper":
             args = () if problem.program is None else problem.program.args
-            paired = tuple(n for n, arg in enumerate(args) if arg.kind == "grid" and arg.along[1])
+            paired = tuple(
+                n for n, arg in enumerate(args)
+                if arg.kind == "grid" and arg.along[1] and arg.dtype != BITS
+            )  # fmt: skip
             return sm90.forward_plan(problem, device, access, paired=paired)
         if self.kind in ("forward", "stats"):
             return portable.forward_plan(problem, device, access, stats=self.kind == "stats")

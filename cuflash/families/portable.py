@@ -423,6 +423,31 @@ def block_map_plan(problem) -> Plan:
     )
 
 
+MASK_BITS_THREADS = 256  # kWarps in mask_bits.cu
+
+
+def mask_bits_plan(problem, by_key: bool) -> Plan:
+    """The plan of mask_bits.cu, for a problem without sinks, dropout and block map. ``by_key``:
+    words hold the queries of a key.
+    """
+    options = Options.of(problem)
+    constants = (
+        ("Element", CPP_TYPES[problem.dtype]),
+        ("kBand", problem.band is not None),
+        ("kIntervals", False),
+        ("kByKey", by_key),
+    )
+    return Plan(
+        "mask_bits",
+        "mask_bits",
+        MASK_BITS_THREADS,
+        0,
+        constants,
+        score=score_text.text(options),
+        operands=score_text.rows(options, forward=True),
+    )
+
+
 def combine_plan(dtype: str) -> Plan:
     """The plan of combine.cu."""
     return Plan("combine", "combine", 128, 0, (("Element", CPP_TYPES[dtype]), ("kWarps", 4)))

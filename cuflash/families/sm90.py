@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from .. import block_lists, score_rows, score_text
 from ..plan import CPP_TYPES, Plan, round_up
+from ..score import BITS
 from ..score_text import MAP_UNIT, Options
 
 NAME = "sm90"
@@ -162,7 +163,7 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
         others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
         others += SCORE_REGISTERS + score_rows.query_registers(options)
         singles = sum(
-            arg.kind == "grid" and arg.along[1] and n not in paired
+            arg.kind == "grid" and arg.along[1] and n not in paired and arg.dtype != BITS
             for n, arg in enumerate(options.args)
         )
         if problem.block_map is not None:

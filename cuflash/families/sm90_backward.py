@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .. import block_lists, score_text
 from ..plan import CPP_TYPES, Plan, round_up
-from ..score import ordered
+from ..score import BITS_BY_KEY, ordered
 from ..score_text import Options
 from . import sm90
 from .sm90 import NAME
@@ -111,7 +111,8 @@ def crowded(options: Options, widest: int, band: bool) -> bool:
     if not band or widest <= 64 or options.program is None:
         return False
     by_pair = any(
-        arg.kind == "grid" and all(arg.along) and arg.dtype != "bool" for arg in options.args
+        arg.kind == "grid" and all(arg.along) and arg.dtype not in ("bool", BITS_BY_KEY)
+        for arg in options.args
     )
     return by_pair or len(ordered(options.program.value)) > LONG_SCORE
 

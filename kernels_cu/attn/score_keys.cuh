@@ -67,6 +67,49 @@ struct CappedSeries {
     }
 };
 
+// The bits of a row's keys in a block of keys, those of the lane's first key in front: words of 32
+// neighbouring keys (mask_bits.cu), of as many as a word has in the block.
+template <int kTiles> struct RowBits {
+    static constexpr int kWordTiles = kTiles % 4 == 0 ? 4 : 1;  // tiles of 8 keys
+    static constexpr int kWords = kTiles / kWordTiles;
+    u32 words[kWords];
+
+    // Volatile as read_two is. Blocks of whole words begin with one, and rows are long enough for
+    // whatever block begins in the sequence.
+    __device__ __forceinline__ void read(const u32* row, int first) {
+        const u32* place = row + (first >> 5);
+        if constexpr (kWordTiles == 1) {
+#pragma unroll
+            for (int n = 0; n < kWords; ++n) {
+                const int key = first + 8 * n;
+                asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[n]) : "l"(row + (key >> 5)));
+                words[n] >>= key & 31;
+            }
+            return;
+        }
+        constexpr int kStep = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
+#pragma unroll
+        for (int n = 0; n < kWords; n += kStep) {
+            if constexpr (kStep == 4)
+                asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                             : "=r"(words[n]), "=r"(words[n + 1]), "=r"(words[n + 2]),
+                               "=r"(words[n + 3])
+                             : "l"(place + n));
+            else if constexpr (kStep == 2)
+                asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+                             : "=r"(words[n]), "=r"(words[n + 1])
+                             : "l"(place + n));
+            else
+                asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[n]) : "l"(place + n));
+        }
+#pragma unroll
+        for (u32& word : words) word >>= first & 31;
+    }
+    __device__ __forceinline__ bool get(int n, int r) const {
+        return words[n / kWordTiles] >> (n % kWordTiles * 8 + r) & 1;
+    }
+};
+
 // Two neighbours in memory, in as few registers as they need.
 template <class Element> struct Two {
     static_assert(sizeof(Element) <= 4, "wider elements are read where they are used");

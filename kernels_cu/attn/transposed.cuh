@@ -59,6 +59,10 @@ template <class Scores> struct TransposedBlock {
     // for.
     __device__ __forceinline__ void see(Kept& kept) const {
         static_assert(!Score::kProgram || kM * kN == 8, "a word of bits");
+        if constexpr (Score::kBitsByKey && kM == 1) {
+            kept.seen.words[0] = bits_of_keys();
+            return;
+        }
         u32 word = 0;
 #pragma unroll 1
         for (int first = 0; first < 8; first += 4) {
@@ -69,6 +73,32 @@ template <class Scores> struct TransposedBlock {
             word |= bits << 4 * first;
         }
         kept.seen.words[0] = word;
+    }
+    // The same from a mask's bits (mask_bits.cu), which the band is a part of: two words of queries
+    // for each of a lane's two keys. The block begins with a word; rows are long enough for it.
+    template <class AnyScore = Score> __device__ __forceinline__ u32 bits_of_keys() const {
+        const AnyScore& score = sees.score;
+        u32 word = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int j = key(0, 2 * half);
+            const u32* row = score.bits_of_key(sees.key(j)) + (first_i >> 5);
+            // Volatile, so that the read stays in front of the wait for the product. PTX ISA 9.7.9.9.
+            u32 low, high;
+            asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(low), "=r"(high)
+                         : "l"(row));
+            const int shift = col_in_fragment(0, 0);
+            const u32 found = pairs_of_bytes(low >> shift) | pairs_of_bytes(high >> shift) << 16;
+            word |= (j < sees.mask.seqlen_k ? found : 0) << 2 * half;
+        }
+        return word;
+    }
+    // The two lowest bits of each byte, as those of nibbles.
+    static __device__ __forceinline__ u32 pairs_of_bytes(u32 x) {
+        x &= 0x03030303u;
+        x = (x | x >> 4) & 0x00330033u;
+        return (x | x >> 8) & 0x3333u;
     }
     // Which pairs dropout keeps.
     __device__ __forceinline__ void draw(Kept& kept) const {

@@ -1,0 +1,101 @@
+"""Masks as bits: where many heads share what a call's masks let through, a kernel writes it down once,
+a bit for each pair, and the attention kernels read that instead of the masks.
+
+Read pair by pair a boolean mask costs a Hopper warp eight lines of L1 for 64 bytes that it uses; as
+bits a row of 64 keys is one read. And whatever the masks are made of, what reads them is one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+from .plan import round_up
+from .score import BITS, BITS_BY_KEY, Arg, Node, Program, element, ordered
+
+TILE = 256  # queries and keys of a thread block of mask_bits.cu
+# Kernels read words of whole blocks of theirs, of up to TILE keys, from the last one that lies in
+# the sequence.
+SPARE_WORDS = TILE // 32
+SHARED_BY = 4  # heads, of all batch entries, that pay for the kernel in front
+LEAST_PAIRS = 1 << 24  # of all heads: below that it costs more than it saves
+
+
+def row_words(length: int) -> int:
+    """Words of 32 bits of a row: of all keys of a query, or all queries of a key."""
+    return round_up(-(-length // 32), TILE // 32) + SPARE_WORDS
+
+
+def own_axes(problem, args) -> tuple[int, ...]:
+    """(*batch, Hq), with 1 along the axes for which the masks are the same.
+
+    Parameters
+    ----------
+    problem : Problem
+    args : sequence
+        What the program reads: arrays with axes (*batch, Hq, L, S) of grids, anything of others.
+    """
+    full = (*problem.batch, problem.num_heads)
+    own = [1] * len(full)
+    for node in ordered(problem.program.visible):
+        if node.op == "element":
+            view = args[node.value]
+            own = [n if stride == 0 else size for n, size, stride in
+                   zip(own, view.shape, view.strides)]  # fmt: skip
+        elif node.op == "symbol" and node.value == "h":
+            own[-1] = full[-1]
+        elif node.op == "symbol" and node.value == "b":
+            own[:-1] = full[:-1]
+    return tuple(own)
+
+
+def pays(problem, args) -> bool:
+    """Whether a call's masks are worth a kernel in front."""
+    program = problem.program
+    if program is None or program.visible is None or problem.packed or not _reads(program.visible):
+        return False
+    heads = math.prod(problem.batch) * problem.num_heads
+    pairs = heads * problem.seqlen_q * problem.seqlen_k
+    return pairs >= LEAST_PAIRS and heads >= SHARED_BY * math.prod(own_axes(problem, args))
+
+
+def _reads(node) -> bool:
+    """Whether masks read arrays or calculate: a constant needs no bits."""
+    return any(x.op in ("element", "fetch", "symbol") for x in ordered(node))
+
+
+@lru_cache(maxsize=256)
+def rewritten(problem, by_key: bool):
+    """The problem with bits in its masks' place, and which arguments it still reads, in their order.
+
+    Bits are its last argument. ``by_key``: of all queries of a key.
+    """
+    program = problem.program
+    roots = [program.value, program.derivative]
+    roots += [x for _, entry, term in program.gradients for x in (entry, term)]
+    read = {x.value for x in ordered(*roots) if x.op in ("element", "fetch")}
+    read |= {n for n, _, _ in program.gradients}
+    kept = tuple(sorted(read))
+    numbers = {n: place for place, n in enumerate(kept)}
+    bits = Arg("grid", BITS_BY_KEY if by_key else BITS, 0, "masks")
+    changed = Program(
+        _renumbered(program.value, numbers),
+        element(len(kept), bits),
+        (*(program.args[n] for n in kept), bits),
+        _renumbered(program.derivative, numbers),
+        tuple(
+            (numbers[n], _renumbered(entry, numbers), _renumbered(term, numbers))
+            for n, entry, term in program.gradients
+        ),
+    )
+    return replace(problem, program=changed), kept
+
+
+def _renumbered(root, numbers):
+    """The same expression of arguments that have other numbers."""
+    made = {}
+    for x in ordered(root):
+        value = numbers[x.value] if x.op in ("element", "fetch") else x.value
+        made[x] = Node(x.op, tuple(made[y] for y in x.operands), value, x.kind)
+    return made[root]
