@@ -36,7 +36,8 @@ def item_bytes(arg) -> int:
 def ahead_registers(options, paired, tiles: int) -> int:
     """Registers of a lane for what is read ahead of a block of ``tiles`` times 8 keys."""
     total = 2 * -(-tiles // 8) if options.dropout else 0
-    total += sum(arg.dtype == BITS for arg in options.args) * 2 * -(-tiles // 4)
+    if any(arg.dtype == BITS for arg in options.args):
+        total += 2 * -(-tiles // 4)
     for n in paired:
         arg = options.args[n]
         total += tiles * (2 if arg.along[0] else 1) * (2 if item_bytes(arg) == 4 else 1)

@@ -13,14 +13,15 @@ from conftest import np_dtype
 from test_launch_scores import program_of
 from test_plan import HOPPER, problem_of
 
-from cuflash import params, source
+from cuflash import mask_bits, params, source
 from cuflash.families import Access, sm90
-from cuflash.score import Arg, Expr, element, evaluate, symbol
+from cuflash.score import BITS, Arg, Expr, element, evaluate, symbol
 
 BIAS = Arg("grid", "bfloat16", 4, "bias")
 KEYS = Arg("grid", "float16", 4, "row bias", (False, True))
 SLOPES = Arg("grid", "float32", 4, "alibi_slopes", (False, False))
 MASK = Arg("grid", "bool", 4, "mask")
+WORDS = Arg("grid", BITS, 4, "masks")
 LENS = Arg("grid", "int32", 4, "kv_lens", (False, False))
 OWN, OTHERS = (Arg("grid", "int32", 4, "ids", along) for along in ((True, False), (False, True)))
 TABLE = Arg("free", "float32", 2, "table")
@@ -46,6 +47,7 @@ PROGRAMS = {
         [KEYS, TABLE],
         ((I + 2 * J) % 5 != 0).node,
     ),
+    "bits": program_of(lambda s, i, j: s + _at(0, BIAS), [BIAS, WORDS], _at(1, WORDS).node),
     "two tanh": program_of(
         lambda s, i, j, cap: np.tanh(cap * np.tanh(s / cap) + _at(1, BIAS)), [CAP, BIAS]
     ),
@@ -135,11 +137,15 @@ def _header(name):
     text = re.sub(r'asm\("rcp.*', "inverse = 1 / (power + 1);", text)
     copied = "memcpy(two.words, address, 2 * sizeof(Element)); return two;"
     start = r"if constexpr \(sizeof\(Element\) == 1\)\s+asm.*?return two;"
-    return re.sub(start, copied, text, flags=re.S)
+    text = re.sub(start, copied, text, flags=re.S)
+    start = r"if constexpr \(kWords == 1\)\s+asm.*?\);\n}"
+    return re.sub(start, "memcpy(words, address, sizeof words);\n}", text, flags=re.S)
 
 
 def _array(arg, length, rng):
     shape = [length if along else 1 for along in arg.along]
+    if arg.dtype == BITS:
+        return as_words(rng.random(shape) < 0.6)
     if arg.kind == "free":
         shape = [4, length]
     if arg.dtype == "bool":
@@ -147,6 +153,17 @@ def _array(arg, length, rng):
     if arg.dtype == "int32":
         return rng.integers(0, 3, shape).astype(np.int32) + (length // 2) * (arg.name == "kv_lens")
     return rng.standard_normal(shape).astype(np_dtype(arg.dtype))
+
+
+def as_words(seen):
+    """Booleans (rows, length) in rows of words, those behind the end 0 (mask_bits.cu)."""
+    padded = np.zeros((len(seen), 32 * mask_bits.row_words(seen.shape[-1])), bool)
+    padded[:, : seen.shape[-1]] = seen
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
+
+
+def as_booleans(words, length):
+    return np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")[:, :length] == 1
 
 
 def _setup(n, arg, array, folder):
@@ -184,7 +201,9 @@ def _run(program, length, scale, paired, folder, rng):
     subprocess.run([folder / "host"], check=True, cwd=folder, timeout=60)
     i, j = np.indices((length, length))
     env = dict(s=scores.astype(float) * scale, b=0, h=0, i=i, j=j, args=dict(enumerate(arrays)))
-    env["element"] = lambda n: arrays[n]
+    env["element"] = lambda n: (
+        as_booleans(arrays[n], length) if args[n].dtype == BITS else arrays[n]
+    )
     want = np.broadcast_to(evaluate(program.value, env), i.shape)
     seen = True if program.visible is None else evaluate(program.visible, env)
     return np.fromfile(folder / "found", np.float32).reshape(-1, 6), want, seen, scores
@@ -196,8 +215,13 @@ def _run(program, length, scale, paired, folder, rng):
 def test_pairs_get_what_the_expression_says(name, scale, tmp_path):
     program = PROGRAMS[name]
     args = program.args
-    paired = tuple(n for n, arg in enumerate(args) if arg.kind == "grid" and arg.along[1])
+    paired = tuple(
+        n for n, arg in enumerate(args)
+        if arg.kind == "grid" and arg.along[1] and arg.dtype != BITS
+    )  # fmt: skip
     length, paired = (40, paired) if scale > 0 else (41, ())
+    if name == "bits" and scale > 0:
+        length = 128  # whole words, four at once
     found, want, seen, scores = _run(
         program, length, scale, paired, tmp_path, np.random.default_rng(3)
     )

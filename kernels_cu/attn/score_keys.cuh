@@ -67,43 +67,39 @@ struct CappedSeries {
     }
 };
 
-// The bits of a row's keys in a block of keys, those of the lane's first key in front: words of 32
-// neighbouring keys (mask_bits.cu), of as many as a word has in the block.
+// 1, 2 or 4 words from an address that is a multiple of their size; volatile as read_two is.
+template <int kWords>
+__device__ __forceinline__ void read_words(u32 (&words)[kWords], const u32* address) {
+    if constexpr (kWords == 1)
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[0]) : "l"(address));
+    else if constexpr (kWords == 2)
+        asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(words[0]), "=r"(words[1])
+                     : "l"(address));
+    else
+        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "l"(address));
+}
+// The bits of a row's keys in a block of keys, that of the lane's first key in front: words of 32
+// neighbouring keys (mask_bits.cu). Blocks of whole words begin with one, and rows are long enough
+// for whatever block begins in the sequence.
 template <int kTiles> struct RowBits {
-    static constexpr int kWordTiles = kTiles % 4 == 0 ? 4 : 1;  // tiles of 8 keys
+    static constexpr int kWordTiles = kTiles % 4 == 0 ? 4 : 1;  // tiles of 8 keys, of a word here
     static constexpr int kWords = kTiles / kWordTiles;
+    static constexpr int kAtOnce =
+        kWordTiles == 1 ? 1 : kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
     u32 words[kWords];
 
-    // Volatile as read_two is. Blocks of whole words begin with one, and rows are long enough for
-    // whatever block begins in the sequence.
     __device__ __forceinline__ void read(const u32* row, int first) {
-        const u32* place = row + (first >> 5);
-        if constexpr (kWordTiles == 1) {
 #pragma unroll
-            for (int n = 0; n < kWords; ++n) {
-                const int key = first + 8 * n;
-                asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[n]) : "l"(row + (key >> 5)));
-                words[n] >>= key & 31;
-            }
-            return;
+        for (int n = 0; n < kWords; n += kAtOnce) {
+            const int key = first + 8 * kWordTiles * n;
+            u32 some[kAtOnce];
+            read_words(some, row + (key >> 5));
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) words[n + k] = some[k] >> (key & 31);
         }
-        constexpr int kStep = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
-#pragma unroll
-        for (int n = 0; n < kWords; n += kStep) {
-            if constexpr (kStep == 4)
-                asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(words[n]), "=r"(words[n + 1]), "=r"(words[n + 2]),
-                               "=r"(words[n + 3])
-                             : "l"(place + n));
-            else if constexpr (kStep == 2)
-                asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
-                             : "=r"(words[n]), "=r"(words[n + 1])
-                             : "l"(place + n));
-            else
-                asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[n]) : "l"(place + n));
-        }
-#pragma unroll
-        for (u32& word : words) word >>= first & 31;
     }
     __device__ __forceinline__ bool get(int n, int r) const {
         return words[n / kWordTiles] >> (n % kWordTiles * 8 + r) & 1;

@@ -83,13 +83,11 @@ template <class Scores> struct TransposedBlock {
         for (int half = 0; half < 2; ++half) {
             const int j = key(0, 2 * half);
             const u32* row = score.bits_of_key(sees.key(j)) + (first_i >> 5);
-            // Volatile, so that the read stays in front of the wait for the product. PTX ISA 9.7.9.9.
-            u32 low, high;
-            asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
-                         : "=r"(low), "=r"(high)
-                         : "l"(row));
+            u32 words[2];
+            read_words(words, row);
             const int shift = col_in_fragment(0, 0);
-            const u32 found = pairs_of_bytes(low >> shift) | pairs_of_bytes(high >> shift) << 16;
+            const u32 found =
+                pairs_of_bytes(words[0] >> shift) | pairs_of_bytes(words[1] >> shift) << 16;
             word |= (j < sees.mask.seqlen_k ? found : 0) << 2 * half;
         }
         return word;
