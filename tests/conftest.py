@@ -43,8 +43,8 @@ HOST_MODULES = {
     f"test_{name}.py"
     for name in (
         "ahead", "block_lists", "compile", "compile_maps", "compile_packed", "cpu", "cpu_tiles",
-        "import", "intervals", "kernel_dropout", "kernel_sums", "launch", "launch_packed", "launch_scores",
-        "launch_sm90", "package", "plan", "plans_of", "prebuild", "problem", "reference",
+        "import", "intervals", "kernel_dropout", "kernel_sums", "launch", "launch_mask_bits",
+        "launch_packed", "launch_scores", "launch_sm90", "package", "plan", "plans_of", "prebuild", "problem", "reference",
         "sanitize_cases", "score", "score_rows", "score_text", "source",
     )
 }  # fmt: skip
