@@ -17,19 +17,23 @@ import os
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from cuflash import jit
+from cuflash import edge, jit, mask_bits
 from cuflash.ahead import contiguous_accesses
+from cuflash.arrays import home_of
 from cuflash.cli_common import load_cupy
 from cuflash.families import Device, choose, device_of, portable, sm90, sm90_backward
 from cuflash.plan import ITEM_BYTES, Plan
-from cuflash.problem import DTYPES, Band, Problem
+from cuflash.problem import DTYPES, Problem
+from cuflash.score import BITS
+from cuflash.score_text import Options
 
+from . import scores
 from .cases import Case
 from .peers import arrays
 from .timing import gpu_times
@@ -91,7 +95,9 @@ class Setting:
     """What tiles are tuned for."""
 
     case: Case
-    problem: Problem
+    problem: Problem  # of the call
+    seen: Problem  # as kernels see it: masks may be bits
+    extras: Any
     device: Device
     arch: str
     deterministic: bool
@@ -101,15 +107,27 @@ class Setting:
         """The plan of contiguous arrays with that tile."""
         access = contiguous_accesses(self.problem, self.case.way == "bwd")[-1]
         if self.case.way == "fwd":
-            return self.family.forward_plan(self.problem, self.device, access, tile=tile)
+            read = {"paired": self.paired} if self.family is sm90 else {}
+            return self.family.forward_plan(self.seen, self.device, access, tile=tile, **read)
         return self.family.backward_plan(
-            self.problem,
+            self.seen,
             self.device,
             access,
             need_dq=True,
             need_dkv=True,
             deterministic=self.deterministic,
             tile=tile,
+        )
+
+
+    @property
+    def paired(self) -> tuple[int, ...]:
+        """The arguments that Hopper's forward reads two at a time: all that vary with the key, as
+        those of the cases lie in memory.
+        """
+        args = () if self.seen.program is None else self.seen.program.args
+        return tuple(
+            n for n, x in enumerate(args) if x.kind == "grid" and x.along[1] and x.dtype != BITS
         )
 
 
@@ -157,6 +175,8 @@ def _parser():
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--family", choices=("sm90", "portable"), help="(the one that would run)")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window", type=int, metavar="W", help="with --causal: keys that count")
+    parser.add_argument("--option", default="", help="on scores, as bench/scores.py names it")
     parser.add_argument("--seqlen", type=int, default=4096, metavar="N", help="(4096)")
     text = "backward: time the sum of dq in any order, not the deterministic one"
     parser.add_argument("--any-order", action="store_true", help=text)
@@ -175,20 +195,10 @@ def _setting(args, cupy) -> Setting:
             raise ValueError(f"--{name} {value}: it must be from 1 to {most}")
     heads, batch = max(1, _WIDTH // args.head_dim), max(1, _TOKENS // args.seqlen)
     case = Case(
-        args.direction, "gpu", args.dtype, batch, heads, args.seqlen, args.head_dim, args.causal
-    )
-    problem = Problem(
-        dtype=args.dtype,
-        batch=(batch,),
-        num_heads=heads,
-        num_kv_heads=heads,
-        seqlen_q=args.seqlen,
-        seqlen_k=args.seqlen,
-        head_dim=args.head_dim,
-        head_dim_v=args.head_dim,
-        scale=args.head_dim**-0.5,
-        band=Band(-args.seqlen, 0) if args.causal else None,
-    )
+        args.direction, "gpu", args.dtype, batch, heads, args.seqlen, args.head_dim, args.causal,
+        left=None if args.window is None else args.window - 1, option=args.option,
+    )  # fmt: skip
+    problem, extras = _call(case, cupy)
     if cupy is not None:
         from cuflash.launch_steps import device_facts
 
@@ -207,7 +217,35 @@ def _setting(args, cupy) -> Setting:
         reason = family.reject(problem, device, access)
         if reason is not None:
             raise ValueError(f"--family {args.family}: {reason}")
-    return Setting(case, problem, device, arch, not args.any_order, family)
+    seen = problem
+    if family is not portable and mask_bits.pays(problem, () if extras is None else extras.args):
+        seen, _ = mask_bits.rewritten(problem, way == "backward")
+    return Setting(case, problem, seen, extras, device, arch, not args.any_order, family)
+
+
+def _call(case: Case, cupy):
+    """(problem, extras) of the case's call: on the CPU, where dtypes are NumPy's own, of its twin in
+    float16.
+    """
+    xp = np if cupy is None else cupy
+    try:
+        options = {"causal": case.causal, **scores.options(case, xp)}
+    except KeyError:
+        raise ValueError(f"--option {case.option}: bench/scores.py has none") from None
+    if case.left is not None:
+        options["window"] = case.left, None
+    if cupy is None:
+        q, k, v = (np.empty(shape, np.float16) for shape in case.shapes[:3])
+    else:
+        q, k, v, _ = arrays(case, cupy)
+    home = home_of([("q", q)])
+    shaping, own = edge.split_options("tune", options)
+    with home.scope():
+        call = edge.resolve(q, k, v, shaping)
+        found = edge.scored(home, call, shaping, own)
+    if found is None:
+        return replace(call.problem, dtype=case.dtype), None
+    return replace(found.problem, dtype=case.dtype), found.extras
 
 
 # ---- candidates ------------------------------------------------------------------------------
@@ -236,9 +274,9 @@ def candidates(setting: Setting, only_table: bool = False) -> list[Row]:
 def _listed(setting: Setting) -> tuple:
     """The table's rows for the case."""
     if setting.family is sm90:
-        return (sm90.forward_tile(setting.problem),)
+        return (sm90.forward_tile(setting.seen, setting.paired),)
     if setting.family is sm90_backward:
-        return (sm90_backward.tile_of(setting.problem),)
+        return (sm90_backward.tile_of(setting.seen),)
     table = portable.FORWARD_TILES if setting.case.way == "fwd" else portable.BACKWARD_TILES
     item, dim = ITEM_BYTES[setting.case.dtype], setting.case.head_dim
     return next(tiles for (size, most), tiles in table.items() if size == item and dim <= most)
@@ -247,6 +285,8 @@ def _listed(setting: Setting) -> tuple:
 def _grid(setting: Setting, first) -> list:
     values = {field.name: (getattr(first, field.name),) for field in fields(first)}
     values |= _GRID[setting.family.NAME, setting.case.way]
+    if setting.family is sm90 and setting.case.option:
+        values |= {"turns": (False, True), "fused": (first.fused,), "skip": (first.skip,)}
     if setting.family is not portable:
         return list(values.values())
     if setting.case.head_dim <= 128 and setting.case.way == "fwd":
@@ -262,8 +302,10 @@ def _divides(setting: Setting, tile) -> bool:
     """The rules that the kernels assert: whole fragments for every warp. And a warp has at most 32
     rows, since more do not fit its registers.
     """
-    if setting.family is not portable:
-        return setting.family.takes(setting.problem, tile)
+    if setting.family is sm90:
+        return sm90.takes(setting.seen, tile, Options.of(setting.seen), setting.paired)
+    if setting.family is sm90_backward:
+        return sm90_backward.takes(setting.seen, tile)
     if tile.warps % tile.share != 0:
         return False
     if setting.case.way == "fwd":
@@ -338,20 +380,25 @@ def _calls(setting: Setting, rows: list[Row], cupy):
     """({tile: function of no arguments}, the arrays that it writes)."""
     from cuflash import launch
 
-    problem = setting.problem
+    problem, extras = setting.problem, setting.extras
     q, k, v, dout = arrays(setting.case, cupy)
     out = cupy.empty_like(q)
     lse = cupy.empty(q.shape[:-1], problem.lse_dtype)
     if setting.case.way == "fwd":
         calls = {
-            row.tile: lambda tile=row.tile: launch.forward(problem, q, k, v, out, lse, tile=tile)
+            row.tile: lambda tile=row.tile: launch.forward(
+                problem, q, k, v, out, lse, tile=tile, extras=extras
+            )
             for row in rows
         }
         return calls, [out, lse]
-    launch.forward(problem, q, k, v, out, lse)
+    launch.forward(problem, q, k, v, out, lse, extras=extras)
     grads = [cupy.empty_like(x) for x in (q, k, v)]
     inputs = (problem, dout, q, k, v, out, lse, None, *grads, setting.deterministic)
-    return {row.tile: lambda tile=row.tile: launch.backward(*inputs, tile) for row in rows}, grads
+    calls = {
+        row.tile: lambda tile=row.tile: launch.backward(*inputs, tile, extras) for row in rows
+    }
+    return calls, grads
 
 
 def _distance(cupy, found, expected) -> float:
