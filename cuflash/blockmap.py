@@ -14,7 +14,8 @@ import numpy as np
 
 from .arrays import CPU, dtype_name, home_of
 from .checks import is_int, show
-from .score import constant, ordered
+from .mask_bits import own_axes
+from .score import constant
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _SIGNS = ".+#"
@@ -313,18 +314,9 @@ def _varying(options) -> tuple[int, ...]:
         return (1,) * len(full)
     if "mask_mod" in options.options and options.traced_mask is constant(True):
         return full  # a function that cannot be looked into
-    own = [1] * len(full)
-    for node in [] if program.visible is None else ordered(program.visible):
-        if node.op == "element":
-            view = options.operands[node.value]
-            own = [
-                size if stride else n for n, size, stride in zip(own, view.shape, view.strides)
-            ]
-        elif node.op == "symbol" and node.value == "h":
-            own[-1] = full[-1]
-        elif node.op == "symbol" and node.value == "b":
-            own[:-1] = full[:-1]
-    return tuple(own)
+    if program.visible is None:
+        return (1,) * len(full)
+    return own_axes(options.problem, options.operands)
 
 
 def _block_sizes(block) -> tuple[int, int]:
