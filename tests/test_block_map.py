@@ -111,6 +111,7 @@ def test_of_heads_and_batch(home, heads):
     check(home, CASE, options=dict(block_map=cuflash.BlockMap(kinds)))
 
 
+@settings(max_examples=max(1, settings.default.max_examples // 2))
 @given(data=st.data())
 def test_with_its_own_masks(home, data):
     """A call with masks gives the same with the map that was made from them."""

@@ -3,7 +3,6 @@ nothing.
 """
 
 import itertools
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -85,8 +84,10 @@ def test_every_operation_compiles_forward(nvrtc):
         problem = replace(problem_of(dtype, 16, 16), program=every_operation(), dropout=True)
         device, access = device_of(capability), Access(16, 16)
         plan = portable.forward_plan(problem, device, access, tile=SMALL)
-        _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, f"sm_{capability}")
-        assert re.search(r"Used \d+ registers", log)
+        # To PTX: the text is what is in question, and its assembly takes twice the compiler's time.
+        arch = f"compute_{capability}"
+        ptx, _ = jit.compile_text(jit.translation_unit(plan), plan.kernel, arch)
+        assert ptx.count(b".entry") == 1
 
 
 def test_every_derivative_compiles(nvrtc):
@@ -102,7 +103,6 @@ def test_every_derivative_compiles(nvrtc):
         need_dq=True, need_dkv=True, deterministic=True, gradients=gradients,
         tile=SMALL,
     )  # fmt: skip
-    # To PTX: the text is what is in question, and its assembly takes twice the compiler's time.
     ptx, _ = jit.compile_text(jit.translation_unit(plan), plan.kernel, "compute_90")
     assert ptx.count(b".entry") == 1
 
