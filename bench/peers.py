@@ -49,12 +49,12 @@ def _cuflash(deterministic, plain=False):
     def prepare(case, q, k, v, dout):
         if plain and not case.option and case.left is None:
             raise Skip("the call has no option to leave out")
+        if case.way == "fwd" and not deterministic:
+            raise Skip("the forward pass is always deterministic")
         options, need = _keywords(case, plain)
         if case.option == "packed" and not plain:
             return _packed(case, (q, k, v, dout), options, deterministic)
         if case.way == "fwd":
-            if not deterministic:
-                raise Skip("the forward pass is always deterministic")
             out = dout.copy()
             return lambda: cuflash.attention(q, k, v, out=out, **options)
         out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
@@ -70,8 +70,6 @@ def _packed(case, given, options, deterministic):
     q, k, v, dout = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in given)
     offsets = [np.arange(case.batch + 1) * rows for rows in case.lengths]
     if case.way == "fwd":
-        if not deterministic:
-            raise Skip("the forward pass is always deterministic")
         out = dout.copy()
         return lambda: cuflash.attention_varlen(q, k, v, *offsets, out=out, **options)
     _, pullback = cuflash.attention_varlen_vjp(q, k, v, *offsets, **options)

@@ -30,7 +30,7 @@ from cuflash.cli_common import load_cupy
 from cuflash.families import Device, choose, device_of, portable, sm90, sm90_backward
 from cuflash.plan import ITEM_BYTES, Plan
 from cuflash.problem import DTYPES, Problem
-from cuflash.score import BITS
+from cuflash.score_rows import pairable
 from cuflash.score_text import Options
 
 from . import scores
@@ -119,16 +119,13 @@ class Setting:
             tile=tile,
         )
 
-
     @property
     def paired(self) -> tuple[int, ...]:
-        """The arguments that Hopper's forward reads two at a time: all that vary with the key, as
-        those of the cases lie in memory.
+        """The arguments that Hopper's forward reads two at a time: all that it can, as those of the
+        cases lie in memory.
         """
         args = () if self.seen.program is None else self.seen.program.args
-        return tuple(
-            n for n, x in enumerate(args) if x.kind == "grid" and x.along[1] and x.dtype != BITS
-        )
+        return tuple(n for n, arg in enumerate(args) if pairable(arg))
 
 
 @dataclass
@@ -193,6 +190,8 @@ def _setting(args, cupy) -> Setting:
     for name, value, most in (("head-dim", args.head_dim, 256), ("seqlen", args.seqlen, 2**20)):
         if not 1 <= value <= most:
             raise ValueError(f"--{name} {value}: it must be from 1 to {most}")
+    if args.window is not None and (args.window < 1 or not args.causal):
+        raise ValueError(f"--window {args.window}: it must be at least 1, and beside --causal")
     heads, batch = max(1, _WIDTH // args.head_dim), max(1, _TOKENS // args.seqlen)
     case = Case(
         args.direction, "gpu", args.dtype, batch, heads, args.seqlen, args.head_dim, args.causal,
@@ -218,7 +217,7 @@ def _setting(args, cupy) -> Setting:
         if reason is not None:
             raise ValueError(f"--family {args.family}: {reason}")
     seen = problem
-    if family is not portable and mask_bits.pays(problem, () if extras is None else extras.args):
+    if family is not portable and mask_bits.pays(problem, extras.args):
         seen, _ = mask_bits.rewritten(problem, way == "backward")
     return Setting(case, problem, seen, extras, device, arch, not args.any_order, family)
 
@@ -243,8 +242,6 @@ def _call(case: Case, cupy):
     with home.scope():
         call = edge.resolve(q, k, v, shaping)
         found = edge.scored(home, call, shaping, own)
-    if found is None:
-        return replace(call.problem, dtype=case.dtype), None
     return replace(found.problem, dtype=case.dtype), found.extras
 
 

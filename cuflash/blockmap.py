@@ -310,11 +310,10 @@ def _varying(options) -> tuple[int, ...]:
     """(*batch, Hq), with 1 along the axes for which all masks are the same."""
     full = (*options.batch, options.heads)
     program = options.problem.program
-    if program is None:
-        return (1,) * len(full)
-    if "mask_mod" in options.options and options.traced_mask is constant(True):
+    given = program is not None and "mask_mod" in options.options
+    if given and options.traced_mask is constant(True):
         return full  # a function that cannot be looked into
-    if program.visible is None:
+    if program is None or program.visible is None:
         return (1,) * len(full)
     return own_axes(options.problem, options.operands)
 

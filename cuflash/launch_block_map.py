@@ -118,15 +118,9 @@ def block_kinds(problem, extras, block, kinds) -> None:
     NotImplementedError
         More blocks than a launch can have.
     """
-    *batch, heads = kinds.shape[:-2]
-    problem = replace(
-        problem, batch=tuple(batch), num_heads=heads, num_kv_heads=heads, sinks=False, dropout=False
-    )
-    operands = Operands.of(problem, extras)
-    own = tuple(slice(n) for n in kinds.shape[:-2])
-    specs = () if problem.program is None else problem.program.args
-    args = tuple(x[own] if spec.kind == "grid" else x for spec, x in zip(specs, operands.args))
-    _block_kinds(problem, kinds, replace(operands, args=args), block)
+    problem = replace(problem, sinks=False, dropout=False)  # what it has of them is not given
+    inner, operands = Operands.of(problem, extras).part(problem, kinds.shape[:-2])
+    _block_kinds(inner, kinds, operands, block)
 
 
 def _block_kinds(problem, kinds, operands, block) -> None:

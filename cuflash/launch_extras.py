@@ -14,7 +14,6 @@ import numpy as np
 from . import launch_steps as steps
 from . import score_rows
 from .params import BATCH_DIMS
-from .score import BITS, BITS_BY_KEY
 from .score_text import Options
 
 _MASK = 2**64 - 1
@@ -76,6 +75,20 @@ class Operands:
             sums={n: sums.at(index) for n, sums in self.sums.items()},
             block_map=None if self.block_map is None else self.block_map.at(index),
         )
+
+    def part(self, problem, own) -> tuple:
+        """(problem, operands) of a call's masks and scores for the first ``own`` of its leading axes,
+        (*batch, heads): all of them where they are the same along the others.
+        """
+        *batch, heads = own
+        inner = replace(
+            problem, batch=tuple(batch), num_heads=heads, num_kv_heads=heads, sinks=False,
+            dropout=False,
+        )  # fmt: skip
+        entries = tuple(map(slice, own))
+        specs = () if problem.program is None else problem.program.args
+        args = tuple(x[entries] if s.kind == "grid" else x for s, x in zip(specs, self.args))
+        return inner, replace(self, args=args, sinks=None, sums={})
 
     @property
     def arrays(self) -> dict:
@@ -165,9 +178,7 @@ NONE = Operands()
 
 
 def _is_paired(spec, x) -> bool:
-    if spec.kind != "grid" or not spec.along[1] or spec.dtype in (BITS, BITS_BY_KEY):
-        return False
-    if x.itemsize > score_rows.AHEAD_BYTES:
+    if not score_rows.pairable(spec):
         return False
     places = [stride for size, stride in zip(x.shape[:-1], x.strides) if size > 1]
     whole = all(place % (2 * x.itemsize) == 0 for place in (x.data.ptr, *places))

@@ -36,55 +36,59 @@ class Masked(NamedTuple):
         self.step.launch(device_id, *self.words)
 
 
+class _Ready(NamedTuple):
+    """What equal calls share."""
+
+    problem: Any  # with bits in its masks' place
+    kept: tuple[int, ...]  # the arguments that it still reads
+    shape: tuple[int, ...]  # of the bits
+    step: Step
+    options: Options  # of the step
+
+
 def as_bits(problem, operands, device_id: int, by_key: bool) -> Masked:
     """A call with its masks as bits where that pays, else as it is. ``by_key``: words hold the
     queries of a key, as backward reads them.
     """
-    args = operands.args
-    hopper = steps.device_facts(device_id).capability == 90 and ITEM_BYTES[problem.dtype] == 2
-    if not hopper or not mask_bits.pays(problem, args):
+    program = problem.program
+    if program is None or program.visible is None:
         return Masked(problem, operands)
-    changed, kept = mask_bits.rewritten(problem, by_key)
-    own = mask_bits.own_axes(problem, args)
+    key = ("mask bits", problem, device_id, by_key, operands.key())
+    ready = steps.prepared(key, lambda: _prepare(problem, operands, device_id, by_key))
+    if not ready:
+        return Masked(problem, operands)
+    bits = cupy.empty(ready.shape, np.uint32)
+    shared = cupy.broadcast_to(bits, (*problem.batch, problem.num_heads, *ready.shape[-2:]))
+    numbers = {n: place for place, n in enumerate(ready.kept)}
+    then = replace(
+        operands,
+        args=(*(operands.args[n] for n in ready.kept), shared),
+        sums={numbers[n]: replace(x, number=numbers[n]) for n, x in operands.sums.items()},
+    )
+    words = (bits.data.ptr, *operands.words(ready.options))
+    return Masked(ready.problem, then, ready.step, words)
+
+
+def _prepare(problem, operands, device_id: int, by_key: bool):
+    """A _Ready, or False where bits do not pay."""
+    hopper = steps.device_facts(device_id).capability == 90 and ITEM_BYTES[problem.dtype] == 2
+    if not hopper or not mask_bits.pays(problem, operands.args):
+        return False
+    steps.check_aligned(**operands.arrays)
+    own = mask_bits.own_axes(problem, operands.args)
+    inner, part = operands.part(replace(problem, block_map=None), own)
+    options = Options.of(inner)
     lengths = problem.seqlen_q, problem.seqlen_k
     rows, words = lengths[by_key], mask_bits.row_words(lengths[not by_key])
-    bits = cupy.empty((*own, rows, words), np.uint32)
-    shared = cupy.broadcast_to(bits, (*problem.batch, problem.num_heads, rows, words))
-    numbers = {n: place for place, n in enumerate(kept)}
-    sums = {numbers[n]: replace(x, number=numbers[n]) for n, x in operands.sums.items()}
-    then = replace(operands, args=(*(args[n] for n in kept), shared), sums=sums)
-    step, options = _ready(problem, operands, own, words, by_key)
-    return Masked(changed, then, step, (bits.data.ptr, *operands.words(options)))
-
-
-def _ready(problem, operands, own, words: int, by_key: bool):
-    """(step, options): prepared now or kept from an equal call."""
-    inner = replace(
-        problem, batch=own[:-1], num_heads=own[-1], num_kv_heads=own[-1], sinks=False,
-        dropout=False, block_map=None,
-    )  # fmt: skip
-
-    def make():
-        steps.check_aligned(**operands.arrays)
-        options = Options.of(inner)
-        plan = portable.mask_bits_plan(inner, by_key)
-        blocks = [-(-n // mask_bits.TILE) for n in (problem.seqlen_q, problem.seqlen_k)]
-        # Rows are written to their ends, behind the sequence's.
-        blocks[not by_key] = words * 32 // mask_bits.TILE
-        part = tuple(slice(n) for n in own)
-        args = tuple(
-            x[part] if spec.kind == "grid" else x
-            for spec, x in zip(problem.program.args, operands.args)
-        )
-        step = Step.of(
-            plan,
-            math.prod(own) * math.prod(blocks),
-            *steps.shape_values(inner, blocks[0]),
-            *steps.band_values(inner),
-            blocks[1],
-            words,
-            *replace(operands, args=args, sums={}).rest(inner, options, forward=True),
-        )
-        return step, options
-
-    return steps.prepared((inner, words, by_key, operands.key()), make)
+    blocks = [-(-n // mask_bits.TILE) for n in lengths]
+    blocks[not by_key] = words * 32 // mask_bits.TILE  # to the ends of rows, behind the sequence's
+    step = Step.of(
+        portable.mask_bits_plan(inner, by_key),
+        math.prod(own) * math.prod(blocks),
+        *steps.shape_values(inner, blocks[0]),
+        *steps.band_values(inner),
+        blocks[1],
+        words,
+        *part.rest(inner, options, forward=True),
+    )
+    return _Ready(*mask_bits.rewritten(problem, by_key), (*own, rows, words), step, options)

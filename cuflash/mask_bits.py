@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 
 from .plan import round_up
 from .score import BITS, BITS_BY_KEY, Arg, Node, Program, element, ordered
@@ -18,8 +17,9 @@ TILE = 256  # queries and keys of a thread block of mask_bits.cu
 # Kernels read words of whole blocks of theirs, of up to TILE keys, from the last one that lies in
 # the sequence.
 SPARE_WORDS = TILE // 32
-SHARED_BY = 4  # heads, of all batch entries, that pay for the kernel in front
-LEAST_PAIRS = 1 << 24  # of all heads: below that it costs more than it saves
+# Estimates, not measured yet: how many heads, of all batch entries, pay for the kernel in front, and
+# how many pairs of all heads.
+SHARED_BY, LEAST_PAIRS = 4, 1 << 24
 
 
 def row_words(length: int) -> int:
@@ -65,7 +65,6 @@ def _reads(node) -> bool:
     return any(x.op in ("element", "fetch", "symbol") for x in ordered(node))
 
 
-@lru_cache(maxsize=256)
 def rewritten(problem, by_key: bool):
     """The problem with bits in its masks' place, and which arguments it still reads, in their order.
 

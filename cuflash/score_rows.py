@@ -33,10 +33,21 @@ def item_bytes(arg) -> int:
     return _SIZES[arg.dtype]
 
 
+def pairable(arg) -> bool:
+    """Whether neighbours of the argument may be read two keys at a time, if they lie so in memory."""
+    by_key = arg.kind == "grid" and arg.along[1]
+    return by_key and arg.dtype not in (BITS, BITS_BY_KEY) and item_bytes(arg) <= AHEAD_BYTES
+
+
+def reads_bits(options) -> bool:
+    """Whether masks are bits of a query's keys, read by words."""
+    return any(arg.dtype == BITS for arg in options.args)
+
+
 def ahead_registers(options, paired, tiles: int) -> int:
     """Registers of a lane for what is read ahead of a block of ``tiles`` times 8 keys."""
     total = 2 * -(-tiles // 8) if options.dropout else 0
-    if any(arg.dtype == BITS for arg in options.args):
+    if reads_bits(options):
         total += 2 * -(-tiles // 4)
     for n in paired:
         arg = options.args[n]

@@ -29,7 +29,7 @@ def pytest_addoption(parser):
         choices=compiling.EXTENTS,
         default="sample",
         help="kernels that the compile gates build: a sample of their lists (minutes), the lists "
-        "(a quarter of an hour), or the whole product of test_compile.py besides (hours)",
+        "(about ten minutes on two cores), or the whole product of test_compile.py besides (hours)",
     )
     parser.addoption(
         "--gpu-only",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+
 import numpy as np
 from conftest import np_dtype
 from dense import ROUNDOFF
 from strategies import forced_tile
 
 import cuflash
-from cuflash import reference
+from cuflash import mask_bits, reference
 from cuflash.reference_scores import Scores
 
 SCORES = (
@@ -143,3 +146,36 @@ def check(home, case, arrays=None, options=None):
             if name in OPTIONAL:
                 assert got.dtype == options[name].dtype
             close(name, got, want[name], own)
+
+
+@contextlib.contextmanager
+def masks_as_bits():
+    """Bits for every call with masks, however small; what was decided for equal calls is forgotten."""
+    before = mask_bits.LEAST_PAIRS, mask_bits.SHARED_BY
+    steps = sys.modules.get("cuflash.launch_steps")
+    try:
+        mask_bits.LEAST_PAIRS = mask_bits.SHARED_BY = 0
+        if steps is not None:
+            steps._prepared.clear()
+        yield
+    finally:
+        mask_bits.LEAST_PAIRS, mask_bits.SHARED_BY = before
+        if steps is not None:
+            steps._prepared.clear()
+
+
+def check_agreement(gpu, shape, dtype, ways, allowed):
+    """Two ways to say the same, keywords of a call each, on arrays too large for the reference: out
+    and gradients within a part of their largest value.
+    """
+    rng = gpu.xp.random.default_rng(shape[-1])
+    q, k, v, dout = (
+        rng.standard_normal(shape, dtype=np.float32).astype(np_dtype(dtype)) for _ in range(4)
+    )
+    found = []
+    for options in ways:
+        out, pullback = cuflash.attention_vjp(q, k, v, **options)
+        found.append([x.astype(np.float32) for x in (out, *pullback(dout))])
+    for got, want in zip(*found, strict=True):
+        size = float(abs(want).max())
+        assert size > 0.1 and float(abs(got - want).max()) <= allowed * size

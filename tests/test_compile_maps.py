@@ -49,7 +49,7 @@ def test_kernels_with_maps_build_clean(nvrtc, gate):
         if point.capability in known_architectures(nvrtc):
             arch = jit.architecture(*divmod(point.capability, 10))
             jobs.append((f"{point}, {block}, {name}", plan, arch))
-    check(gate.build(jobs, least=5))
+    check(gate.build(jobs, sample=5))
 
 
 def test_hopper_kernels_with_maps_build_clean(nvrtc, gate):
@@ -69,7 +69,7 @@ def test_hopper_kernels_with_maps_build_clean(nvrtc, gate):
         for plan in plans:
             assert plan["kBlockMap"] and 128 % plan["kBlockM"] == 128 % plan["kBlockN"] == 0
             jobs.append((f"{point}: {plan}", plan, "sm_90a"))
-    check(gate.build(jobs, least=6))
+    check(gate.build(jobs, sample=6))
 
 
 def test_the_kernel_that_makes_maps_builds_clean(nvrtc, gate):
@@ -108,4 +108,4 @@ def test_hopper_kernels_with_maps_and_scores_build_clean(nvrtc, gate):
             )  # fmt: skip
         assert plan["kBlockMap"] and 128 % plan["kBlockM"] == 128 % plan["kBlockN"] == 0
         jobs.append((f"{point}, {name}: {plan}", plan, "sm_90a"))
-    check(gate.build(jobs, least=3))
+    check(gate.build(jobs, sample=3))

@@ -73,7 +73,7 @@ def test_kernels_build_clean(nvrtc, gate):
         arch = jit.architecture(*divmod(capability, 10))
         if capability in known_architectures(nvrtc):
             jobs.append((f"{point}, {name}", plan, arch))
-    check(gate.build(jobs, least=5))
+    check(gate.build(jobs, sample=5))
 
 
 def test_scores_count_in_their_sequence():
@@ -104,4 +104,4 @@ def test_hoppers_backward_builds_clean(nvrtc, gate):
                     gradients=gradients,
                 )  # fmt: skip
                 jobs.append((f"{dims}, {name}", plan, "sm_90a"))
-    check(gate.build(jobs, least=3))
+    check(gate.build(jobs, sample=3))

@@ -16,6 +16,7 @@ from test_plan import HOPPER, problem_of
 from cuflash import mask_bits, params, source
 from cuflash.families import Access, sm90
 from cuflash.score import BITS, Arg, Expr, element, evaluate, symbol
+from cuflash.score_rows import pairable
 
 BIAS = Arg("grid", "bfloat16", 4, "bias")
 KEYS = Arg("grid", "float16", 4, "row bias", (False, True))
@@ -215,10 +216,7 @@ def _run(program, length, scale, paired, folder, rng):
 def test_pairs_get_what_the_expression_says(name, scale, tmp_path):
     program = PROGRAMS[name]
     args = program.args
-    paired = tuple(
-        n for n, arg in enumerate(args)
-        if arg.kind == "grid" and arg.along[1] and arg.dtype != BITS
-    )  # fmt: skip
+    paired = tuple(n for n, arg in enumerate(args) if pairable(arg))
     length, paired = (40, paired) if scale > 0 else (41, ())
     if name == "bits" and scale > 0:
         length = 128  # whole words, four at once

@@ -3,6 +3,7 @@ nothing.
 """
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -84,13 +85,11 @@ def test_every_operation_compiles_forward(nvrtc):
         problem = replace(problem_of(dtype, 16, 16), program=every_operation(), dropout=True)
         device, access = device_of(capability), Access(16, 16)
         plan = portable.forward_plan(problem, device, access, tile=SMALL)
-        # To PTX: the text is what is in question, and its assembly takes twice the compiler's time.
-        arch = f"compute_{capability}"
-        ptx, _ = jit.compile_text(jit.translation_unit(plan), plan.kernel, arch)
-        assert ptx.count(b".entry") == 1
+        _, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, f"sm_{capability}")
+        assert re.search(r"Used \d+ registers", log)
 
 
-def test_every_derivative_compiles(nvrtc):
+def test_every_derivative_compiles(gate):
     program = every_operation()
     problem = replace(problem_of("float16", 16, 16), program=program, sinks=True, dropout=True)
     gradients = tuple(
@@ -103,8 +102,10 @@ def test_every_derivative_compiles(nvrtc):
         need_dq=True, need_dkv=True, deterministic=True, gradients=gradients,
         tile=SMALL,
     )  # fmt: skip
-    ptx, _ = jit.compile_text(jit.translation_unit(plan), plan.kernel, "compute_90")
-    assert ptx.count(b".entry") == 1
+    # Its assembly takes twice the compiler's time: only beside whole lists.
+    arch = "compute_90" if gate.extent == "sample" else "sm_90a"
+    made, log = jit.compile_text(jit.translation_unit(plan), plan.kernel, arch)
+    assert made.count(b".entry") == 1 or re.search(r"Used \d+ registers", log)
 
 
 def test_rows_of_a_plan_pack_as_the_compiler_lays_them_out(nvrtc):

@@ -68,17 +68,18 @@ def test_kernels_compile(gate):
     """The kernel's assertions hold, the assembler serialises no product (notes C75xx), and the
     order of sums by default spills nothing.
     """
-    check(gate.build(whole_jobs(True), least=7))
+    check(gate.build(whole_jobs(True), sample=7))
 
 
 def test_kernels_of_the_other_order_compile(gate):
     """A few bytes of some are spilled outside of the loops."""
-    check(gate.build(whole_jobs(False), least=4), may_spill=True)
+    check(gate.build(whole_jobs(False), sample=4), may_spill=True)
 
 
 def test_kernels_of_some_gradients_compile(gate):
     """No product is serialised; NVRTC 13.0 notes (C7519) that it adds a fence of its own to dq."""
-    check(gate.build(part_jobs(), least=4), may_spill=True)
+    built = gate.build(part_jobs(), sample=4)
+    check(built, may_spill=True, excused="arrive is injected")
 
 
 def test_tiles_that_no_kernel_has():

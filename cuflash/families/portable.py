@@ -404,43 +404,30 @@ def intervals_plan() -> Plan:
 
 
 def block_map_plan(problem) -> Plan:
-    """The plan of block_map.cu."""
-    options = Options.of(problem)
-    constants = (
-        ("Element", CPP_TYPES[problem.dtype]),
-        ("kBand", problem.band is not None),
-        ("kIntervals", False),
-        ("kThreads", 128),
-    )
-    return Plan(
-        "block_map",
-        "block_map",
-        128,
-        0,
-        constants,
-        score=score_text.text(options),
-        operands=score_text.rows(options, forward=True),
-    )
-
-
-MASK_BITS_THREADS = 256  # kWarps in mask_bits.cu
+    """The plan of block_map.cu, for a problem without sinks and dropout."""
+    return _looking_plan("block_map", problem, 128, ("kThreads", 128))
 
 
 def mask_bits_plan(problem, by_key: bool) -> Plan:
     """The plan of mask_bits.cu, for a problem without sinks, dropout and block map. ``by_key``:
     words hold the queries of a key.
     """
+    return _looking_plan("mask_bits", problem, 256, ("kByKey", by_key))
+
+
+def _looking_plan(name: str, problem, threads: int, constant: tuple) -> Plan:
+    """Of a kernel that looks at what is visible, and at nothing else."""
     options = Options.of(problem)
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kBand", problem.band is not None),
         ("kIntervals", False),
-        ("kByKey", by_key),
+        constant,
     )
     return Plan(
-        "mask_bits",
-        "mask_bits",
-        MASK_BITS_THREADS,
+        name,
+        name,
+        threads,
         0,
         constants,
         score=score_text.text(options),

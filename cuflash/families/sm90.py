@@ -75,7 +75,7 @@ SCORE_TILES = (
 )
 SCORE_REGISTERS = 16  # of a consumer, to compute with
 MAP_REGISTERS = 24  # a block map has loops for masked and for full blocks
-BITS_REGISTERS = 8  # of masks, beside dropout and a score of its own
+BITS_REGISTERS = 8  # without either, masks as bits beside dropout and a changed score
 BAND_REGISTERS = 24  # so has a band, and the band's ends
 SINGLE_REGISTERS = 8  # there, of arrays that are read element by element
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
@@ -115,7 +115,7 @@ def _score_tile(problem, options, paired) -> Tile:
     ]
     if problem.block_map is not None:  # no block of keys may be met in part
         tiles = [tile for tile in tiles if MAP_UNIT % tile.block_n == 0]
-    if any(arg.dtype == BITS for arg in options.args):  # whole words of bits, while there is room
+    if score_rows.reads_bits(options):  # by whole words, while there is room
         tiles = [tile for tile in tiles if tile.block_n % 32 == 0 or tile.block_m == 64]
     for tile in tiles:
         if takes(problem, tile, options, paired) and forward_smem(problem, tile)[0] <= SMEM:
@@ -171,10 +171,10 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
         )
         if problem.block_map is not None:
             others += MAP_REGISTERS
-        elif any(arg.dtype == BITS for arg in options.args) and options.dropout:
-            others += BITS_REGISTERS * score_rows.changes(options)
-        if problem.block_map is None and problem.bounded:
+        elif problem.bounded:
             others += BAND_REGISTERS + SINGLE_REGISTERS * singles
+        elif score_rows.reads_bits(options) and options.dropout and score_rows.changes(options):
+            others += BITS_REGISTERS
         # One warpgroup alone has all that a thread can name, and nothing to spare.
         others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
         others += LONG_REGISTERS * score_rows.is_long(options)

@@ -56,19 +56,23 @@ struct Consumer {
 
     // ---- between the products ----
 
-    // Whether a query of the stage has its statistics relative to its maximum (attn/stats.cuh).
-    __device__ __forceinline__ bool refined(int stage) const {
+    // Whether one of the lane's rows has a statistic for which f is true.
+    template <class F> __device__ __forceinline__ bool row_has(u32 statistic, F f) const {
         bool any = false;
 #pragma unroll
         for (int i = 0; i < Plan::kBlockM / kWarpSize; ++i) {
-            float row_max;
+            float x;
             asm volatile("ld.shared.f32 %0, [%1];"
-                         : "=f"(row_max)
-                         : "r"(smem.row_max(stage) + (i * kWarpSize + lane_id()) * 4)
+                         : "=f"(x)
+                         : "r"(statistic + (i * kWarpSize + lane_id()) * 4)
                          : "memory");
-            any |= row_max != 0;
+            any |= f(x);
         }
-        return __any_sync(kFullWarp, any);
+        return any;
+    }
+    // Whether a query of the stage has its statistics relative to its maximum (attn/stats.cuh).
+    __device__ __forceinline__ bool refined(int stage) const {
+        return __any_sync(kFullWarp, row_has(smem.row_max(stage), [](float x) { return x != 0; }));
     }
     __device__ __forceinline__ void hide(Scores& s, int m) const {
         const auto visible = mask_of(p);
@@ -249,19 +253,10 @@ struct Consumer {
     // lse.
     static constexpr bool kSumsTell = Score::kUnit && !Score::kSinks;
     __device__ __forceinline__ bool may_be_nonfinite(int stage, int dout_stage) const {
-        bool any = false;
-#pragma unroll
-        for (int i = 0; i < Plan::kBlockM / kWarpSize; ++i) {
-            const u32 row = (i * kWarpSize + lane_id()) * 4;
-            const auto look_at = [&](u32 statistic) {
-                float x;
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(statistic + row) : "memory");
-                any |= is_nonfinite(x);
-            };
-            look_at(smem.row_max(stage)), look_at(smem.row_sum(stage));
-            look_at(smem.delta(dout_stage));
-        }
-        return __any_sync(kFullWarp, any);
+        const auto odd = [](float x) { return is_nonfinite(x); };
+        const bool of_q =
+            row_has(smem.row_max(stage), odd) | row_has(smem.row_sum(stage), odd);
+        return __any_sync(kFullWarp, of_q | row_has(smem.delta(dout_stage), odd));
     }
     __device__ __forceinline__ bool finds_nonfinite(u32 tile, int bytes) const {
         bool found = false;

@@ -59,7 +59,7 @@ template <class Scores> struct TransposedBlock {
     // for.
     __device__ __forceinline__ void see(Kept& kept) const {
         static_assert(!Score::kProgram || kM * kN == 8, "a word of bits");
-        if constexpr (Score::kBitsByKey && kM == 1) {
+        if constexpr (Score::kBitsByKey) {
             kept.seen.words[0] = bits_of_keys();
             return;
         }
@@ -77,6 +77,7 @@ template <class Scores> struct TransposedBlock {
     // The same from a mask's bits (mask_bits.cu), which the band is a part of: two words of queries
     // for each of a lane's two keys. The block begins with a word; rows are long enough for it.
     template <class AnyScore = Score> __device__ __forceinline__ u32 bits_of_keys() const {
+        static_assert(kM == 1 && kN == 8, "two words of queries");
         const AnyScore& score = sees.score;
         u32 word = 0;
 #pragma unroll
