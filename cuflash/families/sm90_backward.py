@@ -118,7 +118,7 @@ def crowded(options: Options, widest: int, band: bool) -> bool:
 
 
 def keeps_fragment(options: Options) -> bool:
-    """kKeepsFragment in attn/backward_sm90.cuh."""
+    """kKeepsFragment in attn/backward_smem.cuh."""
     facts = score_text.facts(options)
     return facts["kGradients"] and (facts["kKeepsScore"] or not facts["kUnit"])
 
@@ -143,7 +143,7 @@ def takes(problem, tile: Tile) -> bool:
 
 
 def accum_columns(head_dim: int, tile: Tile) -> int:
-    """Columns of dq as they are summed: whole parts (kDqCols in attn/backward_sm90.cuh)."""
+    """Columns of dq as they are summed: whole parts (kDqCols in attn/backward_smem.cuh)."""
     return head_dim if tile.block_m == 128 else round_up(head_dim, 64)
 
 
@@ -179,7 +179,7 @@ def backward_smem(
     head_dim: int, head_dim_v: int, tile: Tile, need_dq: bool, reducers: int, dq_buffers: int,
     options: Options = Options(),
 ) -> int:
-    """Bytes of shared memory, the sum that attn/backward_sm90.cuh asserts."""
+    """Bytes of shared memory, the sum that attn/backward_smem.cuh asserts."""
     row, row_v = (round_up(d, 64) * 2 for d in (head_dim, head_dim_v))
     keys = tile.block_n * (row + row_v)
     queries = tile.block_m * (tile.stages * row + tile.stages_v * row_v)
