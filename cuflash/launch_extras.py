@@ -190,4 +190,8 @@ def _operand(spec, x):
         return x
     if spec.dtype.startswith("int"):
         return int(x) & _MASK
-    return struct.unpack("Q", struct.pack("d", float(x)))[0]
+    number = np.float64(x)
+    if spec.dtype != "float64":  # the low half is an operand of instructions as it is
+        with np.errstate(over="ignore"):
+            return int(number.astype(np.float32).view(np.uint32))
+    return int(number.view(np.uint64))

@@ -30,7 +30,7 @@ from .expr import (
 
 __all__ = [
     "BITS", "BITS_BY_KEY", "CPP", "OPS", "Arg", "Expr", "Node", "Program", "apply", "constant", "derivative", "element",
-    "entries", "evaluate", "fetch", "ordered", "render", "symbol", "trace", "where",
+    "entries", "evaluate", "fetch", "ordered", "render", "render_all", "symbol", "trace", "where",
 ]  # fmt: skip
 
 
@@ -140,29 +140,35 @@ def evaluate(node, env, dtype=np.float64):
 
 
 def render(node, names=None):
-    """The expression in C++.
+    """The expression in C++: `render_all` of one node, whose expression is a str."""
+    lines, (expression,) = render_all([node], names)
+    return lines, expression
+
+
+def render_all(nodes, names=None):
+    """Expressions in C++.
 
     Parameters
     ----------
-    node : Node
+    nodes : list of Node
     names : dict, optional
         Spellings of symbols by name; "element" and "fetch" are functions of the argument's number
-        (and the indices' texts).
+        (and the indices' texts), "divide" one of the node and its operands' texts.
 
     Returns
     -------
     lines : list of str
-        Definitions of what is used more than once.
-    expression : str
+        Definitions of what is used more than once, by one of the expressions or by several.
+    expressions : list of str
     """
     names = names or {}
     at_pair = names.get("element", lambda n: f"arg{n}(i, j)")
     at_index = names.get("fetch", lambda n, indices: f"arg{n}({', '.join(indices)})")
-    order = ordered(node)
-    uses = {}
-    for x in order:
-        for y in x.operands:
-            uses[y] = uses.get(y, 0) + 1
+    divided = names.get("divide", lambda _, a, b: CPP["divide"].format(a, b))
+    order = ordered(*nodes)
+    uses = dict.fromkeys(nodes, 0)
+    for x in [*nodes, *(y for x in order for y in x.operands)]:
+        uses[x] = uses.get(x, 0) + 1
     lines, text = [], {}
     for x in order:
         operands = [text[y] for y in x.operands]
@@ -173,13 +179,17 @@ def render(node, names=None):
         elif x.op == "element":
             text[x] = at_pair(x.value)
         else:
-            fetched = x.op == "fetch"
-            text[x] = at_index(x.value, operands) if fetched else CPP[x.op].format(*operands)
+            if x.op == "fetch":
+                text[x] = at_index(x.value, operands)
+            elif x.op == "divide":
+                text[x] = divided(x, *operands)
+            else:
+                text[x] = CPP[x.op].format(*operands)
             if uses.get(x, 0) > 1 or len(text[x]) > 400:
                 kind = {"float": "Accum"}.get(x.kind, x.kind)
                 lines.append(f"const {kind} t{len(lines)} = {text[x]};")
                 text[x] = f"t{len(lines) - 1}"
-    return lines, text[node]
+    return lines, [text[node] for node in nodes]
 
 
 def _constant_text(node):

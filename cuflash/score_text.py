@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from . import score_rows
-from .score import BITS, BITS_BY_KEY, Program, constant, ordered, render
+from .score import BITS, BITS_BY_KEY, Program, constant, ordered, render, render_all
 
 ELEMENTS = {
     "bool": "unsigned char",
@@ -47,6 +47,10 @@ struct Score {
     __device__ __forceinline__ Accum scaled(Accum x) const { return x; }
     __device__ __forceinline__ Accum value(Accum s, int, int) const { return s; }
     __device__ __forceinline__ Accum derivative(Accum, int, int) const { return 1; }
+    __device__ __forceinline__ void value_and_derivative(Accum s, int, int, Accum& value,
+                                                         Accum& slope) const {
+        value = s, slope = 1;
+    }
     __device__ __forceinline__ bool visible(int, int) const { return true; }
     __device__ __forceinline__ Accum sink() const { return 0; }
     __device__ __forceinline__ Accum keep_scale() const { return 1; }
@@ -172,7 +176,7 @@ def text(
 ) -> str:
     """The C++ definition of ``struct Score``. With ``paired`` that of kernels which keep their
     queries (score_rows.py); ``quick``: of backward kernels with 16-bit results, with
-    attn/tanh.cuh's tanh and numbers that are floats already.
+    attn/tanh.cuh's tanh, numbers that are floats already, and divisions of a few instructions.
     """
     if not options:
         return PLAIN
@@ -183,10 +187,12 @@ def text(
         parts += [
             "static __device__ __forceinline__ float tanh_of(float x) { return quick_tanh(x); }"
         ]
-    value = ["return s;"] if program is None else _body(options, program.value)
+    value = ["return s;"] if program is None else _body(options, program.value, quick)
     parts += _function("Accum value(Accum s, int i, int j)", value)
-    slope = ["return 1;"] if program is None else _body(options, program.derivative)
+    slope = ["return 1;"] if program is None else _body(options, program.derivative, quick)
     parts += _function("Accum derivative(Accum s, int i, int j)", slope)
+    head = "void value_and_derivative(Accum s, int i, int j, Accum& value, Accum& slope)"
+    parts += _function(head, _value_and_derivative(options, quick))
     parts += _visible(options)
     if (n := _bits_by_key(options)) is not None:
         row = f"start{n} + i64(j) * p.arg{n}_strides.row"
@@ -466,6 +472,12 @@ def _entry(options, number, node):
 # ---- expressions -----------------------------------------------------------------------------
 
 
+def _quotient(node, a, b):
+    """By what is the same for all pairs: times its inverse, without a branch around products."""
+    same = not any(depends(node.operands[1], symbol) for symbol in "sbhij")
+    return f"({a} * quick_inverse({b}))" if same else f"({a} / {b})"
+
+
 SYMBOLS = {"b": "int(p.first_batch + batch)", "h": "int(head)"}
 # Of packed sequences: i and j count through all of them, `at` in their own.
 PACKED_SYMBOLS = {**SYMBOLS, "b": "at.b", "i": "at.i", "j": "at.j"}
@@ -486,7 +498,21 @@ def _indices(options):
     return ["const PackedIndices at(p.q_places, p.k_places, i, j);"], PACKED_SYMBOLS
 
 
-def _body(options, node):
+def _body(options, node, quick=False):
+    lines, (expression,) = _rendered(options, [node], quick)
+    return [*lines, f"return {expression};"]
+
+
+def _value_and_derivative(options, quick):
+    """Both at once, since they share terms."""
+    if options.program is None:
+        return ["value = s, slope = 1;"]
+    nodes = [options.program.value, options.program.derivative]
+    lines, (value, slope) = _rendered(options, nodes, quick)
+    return [*lines, f"value = {value}, slope = {slope};"]
+
+
+def _rendered(options, nodes, quick):
     first, symbols = _indices(options)
-    lines, expression = render(node, symbols)
-    return [*first, *lines, f"return {expression};"]
+    lines, expressions = render_all(nodes, {**symbols, "divide": _quotient} if quick else symbols)
+    return [*first, *lines], expressions

@@ -48,8 +48,9 @@ template <class Scores> struct TransposedBlock {
         const Accum s = sees.score.scaled(product);
         Scored scored{0, s};
         if constexpr (!Score::kKeepsScore && !Score::kUnit)
-            scored.kept = sees.score.derivative(s, i, j);
-        scored.value = sees.score.value(s, i, j);
+            sees.score.value_and_derivative(s, i, j, scored.value, scored.kept);
+        else
+            scored.value = sees.score.value(s, i, j);
         return scored;
     }
     __device__ __forceinline__ bool seen(int m, int n, int r) const {
@@ -133,8 +134,9 @@ template <class Scores> struct TransposedBlock {
 
 template <class Scores>
 __device__ __forceinline__ void hide_unseen(Scores& c, const KeptOf<Scores>& kept) {
+    const auto seen = Score::kBitsByKey ? kept.seen.anew() : kept.seen;
     for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
-        c.x[m][n][r] = kept.seen.get(m, n, r) ? c.x[m][n][r] : Accum(0);
+        c.x[m][n][r] = seen.get(m, n, r) ? c.x[m][n][r] : Accum(0);
     });
 }
 // Of weights, or of dP, those that dropout keeps, scaled so that their mean stays.

@@ -27,6 +27,15 @@ template <int kRowTileCount, int kColTileCount> struct FragmentBits {
         const int tile = m * kColTiles + n;
         return words[tile / 8] >> (tile % 8 * 4 + r) & 1;
     }
+    // The same bits, unknown to the compiler: what it found out of each, for one use, it would keep
+    // for the next by one more instruction to clear its place and one to set it.
+    __device__ __forceinline__ FragmentBits anew() const {
+        FragmentBits bits;
+#pragma unroll
+        for (int n = 0; n < int(sizeof(words) / sizeof(u32)); ++n)
+            bits.words[n] = u32(opaque(int(words[n])));
+        return bits;
+    }
     // Into bits that are 0: those of one 16 x 8 tile from r on.
     __device__ __forceinline__ void add(int m, int n, int r, u32 bits) {
         const int tile = m * kColTiles + n;
