@@ -125,8 +125,8 @@ def _shapes(way):
 def _scores(way):
     """Options on scores, beside the same call without; FlexAttention has some of them."""
     names = (
-        "", "softcap", "score_mod", "alibi", "bias", "mask", "lengths", "segments", "documents",
-        "dropout", "packed",
+        "", "softcap", "score_mod", "alibi", "bias", "float32 bias", "mask", "lengths", "segments",
+        "documents", "dropout", "packed",
     )  # fmt: skip
     names += ("bias and its gradient",) if way == "bwd" else ()
     cases = [Case(way, "gpu", "bfloat16", 2, 16, 8192, 128, option=name) for name in names]

@@ -31,16 +31,8 @@ def arrays(case, cupy, seed=0):
         rng = np.random.default_rng(seed)
         return [rng.standard_normal(shape).astype(case.dtype) for shape in case.shapes]
     rng = cupy.random.default_rng(seed)
-    dtype = _numpy_dtype(case.dtype)
+    dtype = scores.dtype_of(case.dtype)
     return [rng.standard_normal(x, dtype=np.float32).astype(dtype) for x in case.shapes]
-
-
-def _numpy_dtype(name):
-    if name != "bfloat16":
-        return np.dtype(name)
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
 
 
 def _cuflash(deterministic, plain=False):

@@ -13,6 +13,15 @@ DOCUMENTS = 12  # of a packed sequence, as equal as they get
 _CAP = 30.0
 
 
+def dtype_of(name):
+    """NumPy's dtype of that name; bfloat16 comes from ml_dtypes."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
 def _slopes(heads):
     """Geometric, as Press et al. (2022) take them."""
     return (2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)).astype(np.float32)
@@ -56,7 +65,11 @@ def _with_map(masks, case, xp):
 def options(case, xp):
     """Keywords of attention for ``case.option``, arrays in the library ``xp``."""
     rows, rng = case.seqlen, xp.random.default_rng(1)
-    bias = lambda: {"bias": rng.standard_normal((rows, rows), dtype=np.float32)}  # noqa: E731
+
+    def bias():
+        values = rng.standard_normal((rows, rows), dtype=np.float32)
+        return {"bias": values if "float32" in case.option else values.astype(dtype_of(case.dtype))}
+
     made = {
         "": lambda: {},
         "packed": lambda: {},
@@ -65,6 +78,7 @@ def options(case, xp):
         "alibi": lambda: {"alibi_slopes": xp.asarray(_slopes(case.heads))},
         "bias": bias,
         "bias and its gradient": bias,
+        "float32 bias": bias,
         "mask": lambda: {"mask": rng.random((rows, rows), dtype=np.float32) < 0.9},
         "lengths": lambda: {"kv_lens": xp.full(case.batch, rows - rows // 8, np.int32)},
         "segments": lambda: _segments(case, xp),
@@ -94,7 +108,9 @@ def flex(case, torch):
         return (lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()), None, ()
     if case.option.startswith("bias"):
         wanted = case.option != "bias"
-        bias = torch.randn(case.seqlen, case.seqlen, device=device, requires_grad=wanted)
+        dtype = getattr(torch, case.dtype)
+        shape = case.seqlen, case.seqlen
+        bias = torch.randn(shape, device=device, dtype=dtype, requires_grad=wanted)
         return (lambda s, b, h, i, j: s + bias[i, j]), None, (bias,) if wanted else ()
     if case.option in ("segments", "documents"):
         ids = torch.asarray(_documents(case), device=device)
