@@ -56,23 +56,26 @@ struct Consumer {
 
     // ---- between the products ----
 
-    // Whether one of the lane's rows has a statistic for which f is true.
-    template <class F> __device__ __forceinline__ bool row_has(u32 statistic, F f) const {
+    // Whether one of the lane's rows has a statistic, of those that begin at these addresses, for
+    // which f is true. Row after row beside a score function, which leaves no registers.
+    template <class F, class... Addresses>
+    __device__ __forceinline__ bool row_has(F f, Addresses... statistics) const {
         bool any = false;
-#pragma unroll
-        for (int i = 0; i < Plan::kBlockM / kWarpSize; ++i) {
-            float x;
-            asm volatile("ld.shared.f32 %0, [%1];"
-                         : "=f"(x)
-                         : "r"(statistic + (i * kWarpSize + lane_id()) * 4)
-                         : "memory");
-            any |= f(x);
+#pragma unroll(Score::kProgram ? 1 : Plan::kBlockM / kWarpSize)
+        for (int row = lane_id(); row < Plan::kBlockM; row += kWarpSize) {
+            float x[sizeof...(statistics)];
+            int n = 0;
+            (load_float(x[n++], statistics + row * 4), ...);
+            for (float statistic : x) any |= f(statistic);
         }
         return any;
     }
+    static __device__ __forceinline__ void load_float(float& x, u32 address) {
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    }
     // Whether a query of the stage has its statistics relative to its maximum (attn/stats.cuh).
     __device__ __forceinline__ bool refined(int stage) const {
-        return __any_sync(kFullWarp, row_has(smem.row_max(stage), [](float x) { return x != 0; }));
+        return __any_sync(kFullWarp, row_has([](float x) { return x != 0; }, smem.row_max(stage)));
     }
     __device__ __forceinline__ void hide(Scores& s, int m) const {
         const auto visible = mask_of(p);
@@ -253,10 +256,9 @@ struct Consumer {
     // lse.
     static constexpr bool kSumsTell = Score::kUnit && !Score::kSinks;
     __device__ __forceinline__ bool may_be_nonfinite(int stage, int dout_stage) const {
-        const auto odd = [](float x) { return is_nonfinite(x); };
-        const bool of_q =
-            row_has(smem.row_max(stage), odd) | row_has(smem.row_sum(stage), odd);
-        return __any_sync(kFullWarp, of_q | row_has(smem.delta(dout_stage), odd));
+        return __any_sync(kFullWarp,
+                          row_has([](float x) { return is_nonfinite(x); }, smem.row_max(stage),
+                                  smem.row_sum(stage), smem.delta(dout_stage)));
     }
     __device__ __forceinline__ bool finds_nonfinite(u32 tile, int bytes) const {
         bool found = false;
