@@ -5,7 +5,6 @@ score_text.py adds to their parameters.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -48,7 +48,7 @@ def ahead_registers(options, paired, tiles: int) -> int:
     """Registers of a lane for what is read ahead of a block of ``tiles`` times 8 keys."""
     total = 2 * -(-tiles // 8) if options.dropout else 0
     if reads_bits(options):
-        total += 2 * -(-tiles // 4)
+        total += 2
     for n in paired:
         arg = options.args[n]
         total += tiles * (2 if arg.along[0] else 1) * (2 if item_bytes(arg) == 4 else 1)
@@ -303,10 +303,12 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
     """
     writer = _Writer(options, symbols)
     used = writer.functions()
+    little = not options.dropout and not any(n in paired for n in used)
     lines = [
         f"static constexpr bool kChanges = {str(changes(options)).lower()};",
         f"static constexpr bool kLong = {str(is_long(options)).lower()};",
         f"static constexpr bool kBends = {str(writer.bends).lower()};",
+        f"static constexpr bool kReadsLittle = {str(little).lower()};",
     ]
     for n, arg in enumerate(options.args):
         if arg.kind == "free":

@@ -316,8 +316,10 @@ def _head_start(n, element, batch, head):
 def _read(arg, place):
     if arg.dtype == "bool":
         return f"{place} != 0"
-    if arg.dtype in (BITS, BITS_BY_KEY):
-        return f"({place} >> ({'j' if arg.dtype == BITS else 'i'} & 31) & 1) != 0"
+    if arg.dtype == BITS:
+        return f"({place} >> ((j >> 3 & 15) * 2 + (j & 1)) & 1) != 0"
+    if arg.dtype == BITS_BY_KEY:
+        return f"({place} >> (i & 31) & 1) != 0"
     if arg.dtype.startswith(("int", "uint")):
         return f"read_int({place})"
     return f"read<Accum>({place})"
@@ -342,7 +344,7 @@ def _accessors(args):
         elif arg.kind == "grid":
             steps = (("i", "row"), ("j", "col"))
             if arg.dtype == BITS:
-                steps = (("i", "row"), ("j >> 5", "col"))
+                steps = (("i", "row"), ("(j >> 7) * 4 + (j >> 1 & 3)", "col"))
             elif arg.dtype == BITS_BY_KEY:
                 steps = (("j", "row"), ("i >> 5", "col"))
             steps = [f"i64({x}) * p.arg{n}_strides.{to}" for x, to in compress(steps, arg.along)]

@@ -55,9 +55,9 @@
 // With kLazy nobody looks for hidden inf and NaN until an output is not finite: then the piece
 // fails.
 //
-// The caller's options (struct Score) enter between a product and its softmax. While S(n) runs, a
-// warp reads what the block's keys need and draws dropout's bits (attn/score_rows.cuh): that costs
-// registers, so that these kernels have tiles of their own (families/sm90.py).
+// The caller's options (struct Score) enter between a product and its softmax. Before S(n) or while
+// it runs a warp reads what the block's keys need and draws dropout's bits (attn/score_rows.cuh):
+// that costs registers, so that these kernels have tiles of their own (families/sm90.py).
 //
 // Measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio to cuDNN in
 // the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %, sessions by more: the
@@ -216,10 +216,11 @@ struct Consumer {
         Scores s;
         // Read while the product runs.
         const int block = kMasked || Score::kProgram ? pieces.block_at(n) : n;
+        options.template read<true>(p, block * Plan::kBlockN);
         take_turn();
         start_scores(s);
         pass_turn();
-        options.read(p, block * Plan::kBlockN);
+        options.template read<false>(p, block * Plan::kBlockN);
         wgmma_wait_group<0>();
         release_k();
         apply_score_and_mask<kMasked>(s, block);
@@ -231,12 +232,13 @@ struct Consumer {
     template <bool kMasked, bool kLate> __device__ __forceinline__ void step(Output& o, int n) {
         Scores s;
         const int block = kMasked || Score::kProgram ? pieces.block_at(n) : n;
+        options.template read<true>(p, block * Plan::kBlockN);
         take_turn();
         start_scores(s);
         rescale_output(o);
         start_output(o);
         pass_turn();
-        options.read(p, block * Plan::kBlockN);
+        options.template read<false>(p, block * Plan::kBlockN);
         wgmma_wait_group<1>();
         release_k();
         apply_score_and_mask<kMasked>(s, block);

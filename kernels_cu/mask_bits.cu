@@ -1,9 +1,13 @@
-// What a call's masks and its band let through, a bit for each pair: 32 neighbouring keys of a query
-// in a word, or with kByKey 32 neighbouring queries of a key. Rows, of row_words words, go on with
-// zeros behind the sequence's end (cuflash/mask_bits.py).
+// What a call's masks and its band let through, a bit for each pair. Rows, of row_words words, go on
+// with zeros behind the sequence's end (cuflash/mask_bits.py).
+//
+//     kByKey   a row is      a word holds
+//     false    a query       of 128 neighbouring keys those that one lane of a quad has in tiles of
+//                            eight: word n keys 8 t + 2 n and the next, as bits 2 t and 2 t + 1
+//     true     a key         32 neighbouring queries
 //
 // A thread block looks at 256 queries and 256 keys, and writes 8 words of each of its rows. Lanes
-// take neighbouring keys, as masks lie in memory: words of keys are votes, those of queries are
+// take keys near each other, as masks lie in memory: words of keys are votes, those of queries are
 // gathered by the lane that has the key.
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
@@ -22,7 +26,7 @@ __device__ __forceinline__ void store_words(u32* to, const u32 (&words)[kWords])
             make_uint4(words[n], words[n + 1], words[n + 2], words[n + 3]);
 }
 
-// Words of keys: query by query.
+// Words of keys: query by query, each lane with the key whose bit it votes on.
 __device__ __forceinline__ void write_queries(const Sees& sees, u32* bits, i64 pitch, int first_i,
                                               int first_j) {
     const int end = min_of(first_i + 32, sees.mask.seqlen_q);
@@ -31,7 +35,9 @@ __device__ __forceinline__ void write_queries(const Sees& sees, u32* bits, i64 p
         u32 words[kWords];
 #pragma unroll
         for (int n = 0; n < kWords; ++n)
-            words[n] = __ballot_sync(kFullWarp, sees(i, first_j + 32 * n + lane_id()));
+            words[n] = __ballot_sync(
+                kFullWarp, sees(i, first_j + n / 4 * 128 + lane_id() / 2 * 8 + n % 4 * 2 +
+                                       lane_id() % 2));
         if (lane_id() == 0) store_words(bits + i * pitch + first_j / 32, words);
     }
 }

@@ -59,7 +59,7 @@ def array(cupy, shape, dtype):
 
 
 def as_word(x):
-    return struct.unpack("Q", struct.pack("d", x))[0]
+    return struct.unpack("I", struct.pack("f", x))[0]
 
 
 @pytest.mark.parametrize("tile, kernel", [(None, "fwd_sm90"), (TILE, "fwd_portable")])

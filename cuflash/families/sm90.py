@@ -115,8 +115,8 @@ def _score_tile(problem, options, paired) -> Tile:
     ]
     if problem.block_map is not None:  # no block of keys may be met in part
         tiles = [tile for tile in tiles if MAP_UNIT % tile.block_n == 0]
-    if score_rows.reads_bits(options):  # by whole words, while there is room
-        tiles = [tile for tile in tiles if tile.block_n % 32 == 0 or tile.block_m == 64]
+    if score_rows.reads_bits(options):  # from one word, while there is room
+        tiles = [tile for tile in tiles if 128 % tile.block_n == 0 or tile.block_m == 64]
     for tile in tiles:
         if takes(problem, tile, options, paired) and forward_smem(problem, tile)[0] <= SMEM:
             return tile

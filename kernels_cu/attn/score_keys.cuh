@@ -67,43 +67,31 @@ struct CappedSeries {
     }
 };
 
-// 1, 2 or 4 words from an address that is a multiple of their size; volatile as read_two is.
-template <int kWords>
-__device__ __forceinline__ void read_words(u32 (&words)[kWords], const u32* address) {
-    if constexpr (kWords == 1)
-        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[0]) : "l"(address));
-    else if constexpr (kWords == 2)
-        asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(words[0]), "=r"(words[1])
-                     : "l"(address));
-    else
-        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                     : "l"(address));
+// A word, or two neighbours; volatile as read_two is.
+__device__ __forceinline__ void read_words(u32 (&words)[1], const u32* address) {
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[0]) : "l"(address));
 }
-// The bits of a row's keys in a block of keys, that of the lane's first key in front: words of 32
-// neighbouring keys (mask_bits.cu). Blocks of whole words begin with one, and rows are long enough
-// for whatever block begins in the sequence.
+__device__ __forceinline__ void read_words(u32 (&words)[2], const u32* address) {
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "l"(address));
+}
+// The bits of a lane's keys in a row of a block of keys, two for each tile of eight: of 128
+// neighbouring keys a quad's lanes have a word each (mask_bits.cu). Blocks that divide 128 keys lie
+// in one; rows are long enough for whatever block begins in the sequence.
 template <int kTiles> struct RowBits {
-    static constexpr int kWordTiles = kTiles % 4 == 0 ? 4 : 1;  // tiles of 8 keys, of a word here
-    static constexpr int kWords = kTiles / kWordTiles;
-    static constexpr int kAtOnce =
-        kWordTiles == 1 ? 1 : kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
-    u32 words[kWords];
+    static_assert(kTiles <= 16, "a word holds 128 keys of a quad");
+    u32 bits;
 
+    // first: the lane's first key.
     __device__ __forceinline__ void read(const u32* row, int first) {
-#pragma unroll
-        for (int n = 0; n < kWords; n += kAtOnce) {
-            const int key = first + 8 * kWordTiles * n;
-            u32 some[kAtOnce];
-            read_words(some, row + (key >> 5));
-#pragma unroll
-            for (int k = 0; k < kAtOnce; ++k) words[n + k] = some[k] >> (key & 31);
-        }
+        const u32* own = row + (first >> 7) * 4 + (first >> 1 & 3);
+        u32 low[1], high[1] = {0};
+        read_words(low, own);
+        if constexpr (16 % kTiles != 0) read_words(high, own + 4);
+        bits = kTiles == 16 ? low[0] : __funnelshift_r(low[0], high[0], (first >> 3 & 15) * 2);
     }
-    __device__ __forceinline__ bool get(int n, int r) const {
-        return words[n / kWordTiles] >> (n % kWordTiles * 8 + r) & 1;
-    }
+    __device__ __forceinline__ bool get(int n, int r) const { return bits >> (2 * n + r) & 1; }
 };
 
 // Two neighbours in memory, in as few registers as they need.

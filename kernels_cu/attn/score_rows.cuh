@@ -18,7 +18,7 @@ template <class Score, int kColTiles, bool kOptions = Score::kProgram> struct Sc
     using Scores = Fragment<float, 1, kColTiles>;
 
     __device__ __forceinline__ void begin(const Params&, u32, u32, int) {}
-    __device__ __forceinline__ void read(const Params&, int) {}
+    template <bool> __device__ __forceinline__ void read(const Params&, int) {}
     template <bool> __device__ __forceinline__ void apply(const Params&, Scores&, int) const {}
     __device__ __forceinline__ void drop(Scores&) const {}
 };
@@ -52,8 +52,10 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
         return Score::kLong ? __float_as_int(x) & (p.seqlen_k >> 31) : 0;
     }
 
-    // What the keys from `col` on need, while the product runs.
-    __device__ __forceinline__ void read(const Params& p, int col) {
+    // What the keys from `col` on need: before their product is started where that is a word or two,
+    // which then is there when the product is; else while it runs, since the tensor cores would wait.
+    template <bool kBefore> __device__ __forceinline__ void read(const Params& p, int col) {
+        if constexpr (kBefore != Score::kReadsLittle) return;
         if (col + 8 * kColTiles <= p.seqlen_k)
             Score::template read_ahead<true>(p, ahead, queries, first_key(col));
         else

@@ -134,7 +134,9 @@ template <class Scores> struct TransposedBlock {
 
 template <class Scores>
 __device__ __forceinline__ void hide_unseen(Scores& c, const KeptOf<Scores>& kept) {
-    const auto seen = Score::kBitsByKey ? kept.seen.anew() : kept.seen;
+    // Where there are registers for it.
+    constexpr bool kAskAgain = Score::kBitsByKey && Score::kUnit;
+    const auto seen = kAskAgain ? kept.seen.anew() : kept.seen;
     for_each_place<Scores::kRowTiles, Scores::kColTiles>([&](int m, int n, int r) {
         c.x[m][n][r] = seen.get(m, n, r) ? c.x[m][n][r] : Accum(0);
     });
