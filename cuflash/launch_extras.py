@@ -190,7 +190,8 @@ def _operand(spec, x):
     if spec.dtype.startswith("int"):
         return int(x) & _MASK
     number = np.float64(x)
-    if spec.dtype != "float64":  # the low half is an operand of instructions as it is
-        with np.errstate(over="ignore"):
-            return int(number.astype(np.float32).view(np.uint32))
+    if spec.dtype != "float64":  # it and its inverse: each half is an operand of instructions
+        with np.errstate(over="ignore", divide="ignore"):
+            halves = np.array([number, 1 / number], np.float64).astype(np.float32)
+        return int(halves.view(np.uint64)[0])
     return int(number.view(np.uint64))

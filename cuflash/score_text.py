@@ -172,11 +172,13 @@ def _argument_rows(name, arg):
 
 
 def text(
-    options: Options, paired: tuple[int, ...] | None = None, quick: bool = False
+    options: Options, paired: tuple[int, ...] | None = None, quick: bool = False,
+    inverses: bool = False,
 ) -> str:
     """The C++ definition of ``struct Score``. With ``paired`` that of kernels which keep their
     queries (score_rows.py); ``quick``: of backward kernels with 16-bit results, with
-    attn/tanh.cuh's tanh, numbers that are floats already, and divisions of a few instructions.
+    attn/tanh.cuh's tanh and numbers that are floats already; ``inverses``: of numbers, in place of
+    divisions.
     """
     if not options:
         return PLAIN
@@ -187,12 +189,12 @@ def text(
         parts += [
             "static __device__ __forceinline__ float tanh_of(float x) { return quick_tanh(x); }"
         ]
-    value = ["return s;"] if program is None else _body(options, program.value, quick)
+    value = ["return s;"] if program is None else _body(options, program.value, inverses)
     parts += _function("Accum value(Accum s, int i, int j)", value)
-    slope = ["return 1;"] if program is None else _body(options, program.derivative, quick)
+    slope = ["return 1;"] if program is None else _body(options, program.derivative, inverses)
     parts += _function("Accum derivative(Accum s, int i, int j)", slope)
     head = "void value_and_derivative(Accum s, int i, int j, Accum& value, Accum& slope)"
-    parts += _function(head, _value_and_derivative(options, quick))
+    parts += _function(head, _value_and_derivative(options, inverses))
     parts += _visible(options)
     if (n := _bits_by_key(options)) is not None:
         row = f"start{n} + i64(j) * p.arg{n}_strides.row"
@@ -474,10 +476,19 @@ def _entry(options, number, node):
 # ---- expressions -----------------------------------------------------------------------------
 
 
-def _quotient(node, a, b):
-    """By what is the same for all pairs: times its inverse, without a branch around products."""
-    same = not any(depends(node.operands[1], symbol) for symbol in "sbhij")
-    return f"({a} * quick_inverse({b}))" if same else f"({a} / {b})"
+def _quotient(options):
+    """Divisions by numbers: times their inverses, which come as operands of instructions."""
+
+    def text(node, a, b):
+        divisor = node.operands[1]
+        if divisor.op == "const" and divisor.value:
+            return f"({a} * {render(constant(1.0 / divisor.value))[1]})"
+        if divisor.op == "fetch" and options.args[divisor.value].kind == "scalar":
+            if options.args[divisor.value].dtype == "float32":
+                return f"({a} * inverse_number(p.arg{divisor.value}))"
+        return f"({a} / {b})"
+
+    return text
 
 
 SYMBOLS = {"b": "int(p.first_batch + batch)", "h": "int(head)"}
@@ -500,21 +511,23 @@ def _indices(options):
     return ["const PackedIndices at(p.q_places, p.k_places, i, j);"], PACKED_SYMBOLS
 
 
-def _body(options, node, quick=False):
-    lines, (expression,) = _rendered(options, [node], quick)
+def _body(options, node, inverses=False):
+    lines, (expression,) = _rendered(options, [node], inverses)
     return [*lines, f"return {expression};"]
 
 
-def _value_and_derivative(options, quick):
+def _value_and_derivative(options, inverses):
     """Both at once, since they share terms."""
     if options.program is None:
         return ["value = s, slope = 1;"]
     nodes = [options.program.value, options.program.derivative]
-    lines, (value, slope) = _rendered(options, nodes, quick)
+    lines, (value, slope) = _rendered(options, nodes, inverses)
     return [*lines, f"value = {value}, slope = {slope};"]
 
 
-def _rendered(options, nodes, quick):
-    first, symbols = _indices(options)
-    lines, expressions = render_all(nodes, {**symbols, "divide": _quotient} if quick else symbols)
+def _rendered(options, nodes, inverses):
+    first, names = _indices(options)
+    if inverses:
+        names = {**names, "divide": _quotient(options)}
+    lines, expressions = render_all(nodes, names)
     return [*first, *lines], expressions

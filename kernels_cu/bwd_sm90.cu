@@ -29,6 +29,9 @@
 // Shared memory, in panels of 64 columns as wgmma reads them: k | v | kStages x q | kStages x dout |
 // 2 x dS | a part of dQ for each warpgroup | statistics | barriers. At the end dk and dv are staged
 // over k and v.
+//
+// With softcap beside a band at head dimension 128 four registers (16 bytes) are spilled in steps of
+// some 1,500 instructions.
 #include "attn/backward_consumer.cuh"
 
 static_assert(Plan::kBlockN == 128 && !Plan::kExchange, "64 keys for each of two warpgroups");

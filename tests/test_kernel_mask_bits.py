@@ -23,7 +23,6 @@ STANDINS = r"""
 struct { unsigned x; } blockIdx;
 struct uint4 { unsigned x, y, z, w; };
 uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline int opaque(int x) { return x; }
 unsigned __ballot_sync(unsigned, bool mine) {
     const int lane = threadIdx.x % 32;
     warp.values[lane] = mine;
@@ -125,7 +124,7 @@ def run(by_key, folder):
         "BY_KEY": str(by_key).lower(), "LENGTH_Q": length_q, "LENGTH_K": length_k, "HEADS": HEADS,
         "ROW_WORDS": words, "BLOCKS_Q": blocks[0], "BLOCKS_K": blocks[1],
     }  # fmt: skip
-    skip = ("attn/mask.cuh", "attn/score.cuh")
+    skip = ("ptx/misc.cuh", "attn/mask.cuh", "attn/score.cuh")
     parts = source.unit("attn/transposed.cuh", skip=(*skip, "tile/fragment.cuh"))
     kernel = re.sub("#include.*", "", (source.folder() / "mask_bits.cu").read_text())
     kernel = re.sub(r"\bSees\b", "Pairs", kernel)  # transposed.cuh has one of its own

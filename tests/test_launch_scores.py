@@ -59,7 +59,8 @@ def array(cupy, shape, dtype):
 
 
 def as_word(x):
-    return struct.unpack("I", struct.pack("f", x))[0]
+    """A number and its inverse."""
+    return struct.unpack("Q", struct.pack("ff", x, 1 / x))[0]
 
 
 @pytest.mark.parametrize("tile, kernel", [(None, "fwd_sm90"), (TILE, "fwd_portable")])

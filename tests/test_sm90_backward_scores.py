@@ -92,10 +92,15 @@ def _plans():
         yield (names, head_dim, "gradients"), plan_of(problem, gradients_of(problem))
 
 
+# kernels_cu/bwd_sm90.cu says what that costs.
+MAY_SPILL = str(("softcap", 128, True))
+
+
 def test_kernels_compile(gate):
-    """Nothing spills, no product is serialised, and nothing is warned of."""
-    jobs = [(str(key), plan, "sm_90a") for key, plan in _plans()]
-    check(gate.build(jobs, sample=6))
+    """Nothing else spills, no product is serialised, and nothing is warned of."""
+    built = gate.build([(str(key), plan, "sm_90a") for key, plan in _plans()], sample=6)
+    check([x for x in built if x.name != MAY_SPILL])
+    check([x for x in built if x.name == MAY_SPILL], may_spill=True)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

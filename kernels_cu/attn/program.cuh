@@ -109,10 +109,14 @@ __device__ __forceinline__ i64 wrapped(i64 index, i64 size) {
     return index >= 0 && index < size ? index : -1;
 }
 
-// Numbers come in words of 64 bits, beside the pointers; floats in the lower half.
+// Numbers come in words of 64 bits, beside the pointers; floats in the lower half, their inverses in
+// the other.
 template <class Accum> __device__ __forceinline__ Accum number(u64 word) {
     if constexpr (kSame<Accum, float>)
         return __uint_as_float(u32(word));
     else
         return __longlong_as_double(i64(word));
+}
+__device__ __forceinline__ float inverse_number(u64 word) {
+    return __uint_as_float(u32(word >> 32));
 }

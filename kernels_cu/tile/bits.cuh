@@ -1,6 +1,7 @@
 // One bit for each element that a thread holds of a fragment: what would cost a register each, or
 // must not be computed twice.
 #pragma once
+#include "../ptx/misc.cuh"
 #include "lanes.cuh"
 
 // f(m, n, r) for the places of a thread's elements.
