@@ -107,15 +107,20 @@ def plain(q, k, v, dout, causal):
     return p @ v, ds @ k, ds.mT @ q, p.mT @ dout
 
 
-def check_twice_the_plain_error(q, k, v, dout, causal):
-    """C15 head by head: out, dq, dk and dv."""
+def results(q, k, v, dout, causal):
+    """(name, by this library, by the reference, by score matrices) of out, dq, dk and dv."""
     out, lse = forward(q, k, v, causal=causal)
     got = out, *backward(dout, q, k, v, out, lse, causal=causal)
     want = (
         reference.attention(q, k, v, causal=causal)[0],
         *reference.attention_backward(dout, q, k, v, causal=causal),
     )
-    for name, g, w, p in zip(("out", "dq", "dk", "dv"), got, want, plain(q, k, v, dout, causal)):
+    return zip(("out", "dq", "dk", "dv"), got, want, plain(q, k, v, dout, causal))
+
+
+def check_twice_the_plain_error(q, k, v, dout, causal):
+    """C15 head by head: out, dq, dk and dv."""
+    for name, g, w, p in results(q, k, v, dout, causal):
         error, plain_error = (np.abs(x - w).max(axis=(-2, -1)) for x in (g, p))
         rounding = 2.0**-24 * np.abs(w).max(axis=(-2, -1))
         assert (error <= 2 * plain_error + rounding).all(), name
@@ -293,3 +298,20 @@ def test_few_rows_or_dims_of_peaked_scores(seqlen_q, seqlen_k, head_dim, size):
     shape = (heads, heads, seqlen_q, seqlen_k, head_dim, head_dim)
     q, k, v, dout, _ = arrays(11, "float32", (), *shape, size)
     check_twice_the_plain_error(q, k, v, dout, False)
+
+
+@pytest.mark.parametrize("size", [1.0, 4.0, 16.0])
+@pytest.mark.parametrize("seqlen_q, seqlen_k, causal", [(256, 256, True), (256, 700, False)])
+def test_errors_of_many_heads(seqlen_q, seqlen_k, causal, size):
+    """C15 without the luck of one element: the largest error of a head, of an implementation as
+    precise as the score matrix (such as itself with its keys reversed), now and then is more than
+    twice the other's. Of each head the root of the mean square, and the largest of all heads.
+    """
+    shape = 32, 32, seqlen_q, seqlen_k, 64, 64
+    q, k, v, dout, _ = arrays(17, "float32", (), *shape, size)
+    for name, g, w, p in results(q, k, v, dout, causal):
+        error, plain_error = (np.sqrt(np.square(x - w).mean(axis=(-2, -1))) for x in (g, p))
+        rounding = 2.0**-24 * np.sqrt(np.square(w).mean(axis=(-2, -1)))
+        assert (error <= 2 * plain_error + rounding).all(), name
+        error, plain_error = (np.abs(x - w).max() for x in (g, p))
+        assert error <= 2 * plain_error + 2.0**-24 * np.abs(w).max(), name
