@@ -62,7 +62,7 @@ def query_registers(options) -> int:
     total = 2 + (22 if options.packed else 12) * options.dropout
     total += 8 * max(0, len(used) + options.dropout - 1)  # addresses beside each other
     for (kind, *_), name in writer.fields.items():
-        width = 6 + 3 if kind == "CappedSeries" else 1
+        width = 4 + 3 if kind == "CappedSeries" else 1
         total += width * (2 if name in writer.own else 1)
     return total + sum(4 if options.args[n].along[0] else 2 for n in used)
 
@@ -78,8 +78,39 @@ def is_long(options) -> bool:
 
 
 def changes(options) -> bool:
-    """Whether scores are anything but the scaled product."""
+    """Whether scores are anything but the scaled product, in units of their own."""
+    return _evaluates(options) and not adds(options)
+
+
+def adds(options) -> bool:
+    """Whether terms are added to the product, in its own units: with slopes of distances a pair then
+    costs two instructions where all keys of a block are on one side.
+    """
+    if not (_evaluates(options) and options.divisible):
+        return False
+    terms = _terms(options.program.value)
+    writer = _Writer(options, {})
+    products = [negative for negative, x in terms if x is symbol("s")]
+    others = [x for _, x in terms if x is not symbol("s")]
+    return (
+        products == [False]
+        and not any("s" in writer.of(x) for x in others)
+        and any(writer.slope(x) for x in others)
+    )
+
+
+def _evaluates(options) -> bool:
     return options.program is not None and options.program.value is not symbol("s")
+
+
+def _terms(node, negative=False) -> list:
+    """(whether subtracted, node) of a sum's terms."""
+    if node.op == "negative":
+        return _terms(node.operands[0], not negative)
+    if node.op not in ("add", "subtract") or node.kind != "float":
+        return [(negative, node)]
+    a, b = node.operands
+    return _terms(a, negative) + _terms(b, negative != (node.op == "subtract"))
 
 
 class _Writer:
@@ -92,6 +123,7 @@ class _Writer:
         self.depends: dict = {}
         self.bent: dict = {}  # arguments of tanh that pairs change
         self.caps: dict = {}  # names of the fields that hold a CappedSeries
+        self.centres: dict = {}  # numbers from which distances to keys count on either side
 
     # ---- what depends on what ----
 
@@ -210,14 +242,54 @@ class _Writer:
         if x.op == "negative":
             inner = self._difference(x.operands[0])
             return None if inner is None else f"(-{inner})"
+        other = self._beside_j(x)
+        if other is None:
+            return None
+        return f"{'' if x.operands[1] is symbol('j') else '-'}distance({self._whole(other)}, j)"
+
+    def _beside_j(self, x):
+        """The query's number of which j is subtracted, or which is subtracted of j."""
         if x.op != "subtract" or symbol("j") not in x.operands:
             return None
         a, b = x.operands
         other = a if b is symbol("j") else b
-        if not self.fixed(other) or other.op == "const":
+        return other if self.fixed(other) and other.op != "const" else None
+
+    def _whole(self, node):
+        return "q.i" if node is symbol("i") else self.field("int", self._fixed_body(node), node)
+
+    def slope(self, node):
+        """(a, x) where the term is a * |x - j|, neither changed by a key; or None."""
+        if node.op != "multiply":
             return None
-        whole = "q.i" if other is symbol("i") else self.field("int", self._fixed_body(other), other)
-        return f"{'' if b is symbol('j') else '-'}distance({whole}, j)"
+        for a, b in (node.operands, node.operands[::-1]):
+            if b.op != "float" or b.operands[0].op != "abs" or not self.fixed(a):
+                continue
+            x = self._beside_j(b.operands[0].operands[0])
+            if x is not None:
+                return a, x
+        return None
+
+    def sum(self, root):
+        """Lines of a function that adds a sum's terms to the product."""
+        sum, inverse = "s", self.field("Accum", ["inverse_of(fabsf(p.scale))"])
+        lines = []
+        for negative, term in _terms(root):
+            if term is symbol("s"):
+                continue
+            sloped, sign = self.slope(term), "-" if negative else ""
+            if sloped:
+                a, x = sloped
+                *before, expression = self._fixed_body(a)
+                body = [*before, f"in_units({sign}{expression}, fabsf(p.scale))"]
+                centre = self._whole(x)
+                self.centres.setdefault(centre)
+                sum = f"sloped<kNear>({sum}, {self.field('Accum', body, a)}, {centre}, j)"
+            else:
+                *before, result = self.function(term)
+                lines += before
+                sum = f"fma_of({sign}{result.removeprefix('return ')[:-1]}, {inverse}, {sum})"
+        return [*lines, f"return {sum};"]
 
     def _divide(self, node, text):
         a, b = node.operands
@@ -251,11 +323,12 @@ class _Writer:
         """Writes all functions once; the elements that they use and a key changes."""
         program = self.options.program
         self.value, self.seen = ["return s;"], ["return true;"]
-        if changes(self.options):
-            self.value = self.function(program.value)
+        if _evaluates(self.options):
+            self.value = (self.sum if adds(self.options) else self.function)(program.value)
         if program is not None and program.visible is not None:
             self.seen = self.function(program.visible)
-        self.bends = bool(self.bent or self.caps)
+        self.reaches = bool(self.bent or self.caps)
+        self.bends = self.reaches or bool(self.centres)
         self.reached = self.reach() if self.bends else ((), ())
         roots = _roots(self.options)
         used = {x.value for root in roots for x in ordered(root) if x.op == "element"}
@@ -263,16 +336,18 @@ class _Writer:
 
     def reach(self):
         """(lines of reach, lines of near)"""
-        if not self.bent and len(self.caps) == 1:
+        if not self.bent and not self.centres and len(self.caps) == 1:
             return ["return fabsf(s);"], [f"return {next(iter(self.caps))}.near;"]
-        lines = ["constexpr bool kNear = true;", "float most = 0;"]
+        lines = ["constexpr bool kNear = true;"] if self.bent else []
+        lines += ["float most = 0;"]
         lines += [f"most = fmaxf(most, fabsf(s * {name}.slope));" for name in self.caps]
         for x in list(self.bent):
             *inner, result = self.function(x)
             argument = result.removeprefix("return ").removesuffix(";")
             lines += ["{", *inner, f"most = fmaxf(most, fabsf({argument}));", "}"]
         near = ["float near = kNearTanh;"]
-        near += [f"near = fminf(near, {name}.near > 0 ? near : -1.f);" for name in self.caps]
+        near += [f"near = {name}.near > 0 ? near : -1.f;" for name in self.caps]
+        near += [f"near = on_one_side({x}, first, keys) ? near : -1.f;" for x in self.centres]
         return [*lines, "return most;"], [*near, "return near;"]
 
 
@@ -307,7 +382,9 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
     lines = [
         f"static constexpr bool kChanges = {str(changes(options)).lower()};",
         f"static constexpr bool kLong = {str(is_long(options)).lower()};",
+        f"static constexpr bool kAdds = {str(adds(options)).lower()};",
         f"static constexpr bool kBends = {str(writer.bends).lower()};",
+        f"static constexpr bool kReaches = {str(writer.reaches).lower()};",
         f"static constexpr bool kReadsLittle = {str(little).lower()};",
     ]
     for n, arg in enumerate(options.args):
@@ -321,8 +398,8 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
     lines += _function(f"bool visible({pair_of_places})", writer.seen)
     if writer.bends:
         reach, near = writer.reached
-        lines += _function(f"float reach({pair})", reach)
-        lines += _function("float near(const Query& q)", near)
+        lines += _function(f"float reach({pair})", reach) if writer.reaches else []
+        lines += _function("float near(const Query& q, int first, int keys)", near)
     return lines
 
 

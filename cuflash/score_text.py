@@ -83,6 +83,8 @@ class Options:
     scaled: bool = False
     # Whether sequences are packed: b, i and j are then what attn/interval.cuh says of a pair.
     packed: bool = False
+    # Whether what is added to scaled scores can be added, divided by the scale, to products.
+    divisible: bool = False
 
     @classmethod
     def of(cls, problem, *, stats=False, gradients=()) -> Options:
@@ -100,6 +102,7 @@ class Options:
             block,
             problem.program is not None or problem.sinks or problem.dropout or bool(block),
             problem.packed,
+            abs(problem.scale) >= 2.0**-20,
         )
 
     def __bool__(self) -> bool:

@@ -13,10 +13,11 @@ from conftest import np_dtype
 from test_launch_scores import program_of
 from test_plan import HOPPER, problem_of
 
-from cuflash import mask_bits, params, source
+from cuflash import mask_bits, params, score_rows, source
 from cuflash.families import Access, sm90
 from cuflash.score import BITS, Arg, Expr, element, evaluate, symbol
 from cuflash.score_rows import pairable
+from cuflash.score_text import Options
 
 BIAS = Arg("grid", "bfloat16", 4, "bias")
 KEYS = Arg("grid", "float16", 4, "row bias", (False, True))
@@ -39,6 +40,10 @@ PROGRAMS = {
     "bias": program_of(lambda s, i, j: s + _at(0, BIAS), [BIAS, MASK], _at(1, MASK).node),
     "alibi": program_of(
         lambda s, i, j: s - _at(0, SLOPES) * abs(i + 7 - j), [SLOPES, LENS], (J < _at(1, LENS)).node
+    ),
+    "alibi and bias": program_of(
+        lambda s, i, j: _at(1, BIAS) - (_at(0, SLOPES) - 1) * abs(j - I) + s - 0.5,
+        [SLOPES, BIAS],
     ),
     "segments": program_of(
         lambda s, i, j: s, [OWN, OTHERS], ((_at(0, OWN) == _at(1, OTHERS)) & (I - J < 9)).node
@@ -92,6 +97,7 @@ float exp2_of(float x) { return exp2f(x); }
 float exp_of(float x) { return expf(x); }
 float log_of(float x) { return logf(x); }
 template <class A> A infinity() { return INFINITY; }
+template <class A> A lowest() { return bits<float>(0xff7fffff); }
 template <class T, class P> T* head_start(P* p, const Strides&, const i32 (&)[3], u32, u32) {
     return (T*)p;
 }
@@ -203,16 +209,18 @@ def _run(program, length, scale, paired, folder, rng, block=48):
     problem = replace(problem_of("bfloat16", length=length), program=program, scale=scale)
     plan = sm90.forward_plan(problem, HOPPER, Access(16, 16), paired=paired)
     scores = (6 * rng.standard_normal((length, length))).astype(np.float32)
-    scores.tofile(folder / "s")
+    unit = abs(scale) if "kAdds = true" in plan.score else 1  # of what comes and goes
+    (scores * (np.sign(scale) if unit != 1 else 1)).astype(np.float32).tofile(folder / "s")
     near = "const bool near = true;"
     if "kBends = true" in plan.score:
-        near = "const bool near = Score::reach(p, x, q[0], j, at) <= Score::near(q[0]);"
+        reach = "Score::reach(p, x, q[0], j, at)" if "kReaches = true" in plan.score else "0"
+        near = f"const bool near = {reach} <= Score::near(q[0], j.first, BLOCK);"
     setup = "\n".join(_setup(n, *x, folder) for n, x in enumerate(zip(args, arrays)))
     main = MAIN.replace("LENGTH", str(length)).replace("SCALE", repr(scale))
     main = main.replace("BLOCK", str(block))
     parts = [HOST, _header("program.cuh"), _header("score_keys.cuh")]
     parts += [params.text(plan.params, plan.operands), "struct Plan { using Element = bf16; };"]
-    parts += [plan.score, main.replace("SETUP", setup).replace("NEAR", near)]
+    parts += [plan.score, main.replace("SETUP", setup).replace("NEAR", near.replace("BLOCK", str(block)))]
     (folder / "host.cpp").write_text("\n".join(parts))
     build = ["g++", "-std=c++17", "-O1", "-w", "-o", "host", "host.cpp"]
     subprocess.run(build, check=True, cwd=folder, timeout=120)
@@ -224,7 +232,9 @@ def _run(program, length, scale, paired, folder, rng, block=48):
     )
     want = np.broadcast_to(evaluate(program.value, env), i.shape)
     seen = True if program.visible is None else evaluate(program.visible, env)
-    return np.fromfile(folder / "found", np.float32).reshape(-1, 6), want, seen, scores
+    found = np.fromfile(folder / "found", np.float32).reshape(-1, 6)
+    found[:, 3:5] *= unit
+    return found, want, seen, scores
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="it needs a compiler for the host")
@@ -235,9 +245,8 @@ def test_pairs_get_what_the_expression_says(name, scale, tmp_path):
     args = program.args
     paired = tuple(n for n, arg in enumerate(args) if pairable(arg))
     length, paired = (40, paired) if scale > 0 else (41, ())
-    found, want, seen, scores = _run(
-        program, length, scale, paired, tmp_path, np.random.default_rng(3)
-    )
+    rng, block = np.random.default_rng(3), 16 if "alibi" in name else 48
+    found, want, seen, scores = _run(program, length, scale, paired, tmp_path, rng, block)
     i, j = found[:, :2].astype(int).T
     assert len(found) == length**2 == len({*zip(i, j)})
     near, changed = found[:, 2] == 1, program.value is not symbol("s")
@@ -245,7 +254,7 @@ def test_pairs_get_what_the_expression_says(name, scale, tmp_path):
         want = scores
     assert np.allclose(found[near, 3], want[i, j][near], rtol=2e-6, atol=2e-6)
     assert np.allclose(found[:, 4], want[i, j], rtol=2e-6, atol=2e-6)
-    assert near.any() and ("tanh" not in name or not near.all())
+    assert near.any() and not (("tanh" in name or "alibi" in name) and near.all())
     assert np.array_equal(found[:, 5] == 1, np.broadcast_to(seen, want.shape)[i, j])
 
 
@@ -268,6 +277,19 @@ def test_what_no_key_changes_is_found_once_a_query():
     """Slopes, lengths and the distance's start; a length is compared with a constant."""
     text = _score("alibi")
     value = text[text.index("template <bool kNear>") :]
-    assert "arg" not in value and "fabsf(distance(q.h" in value and "(j.beyond < q.h" in value
+    assert "arg" not in value and "sloped<kNear>(s, q.h" in value and "(j.beyond < q.h" in value
     assert "CappedSeries(Accum(p.scale)" in _score("softcap")
-    assert "kBends = false" in text and "kBends = true" in _score("two tanh")
+    assert "kReaches = false" in text and "kReaches = true" in _score("two tanh")
+
+
+@pytest.mark.parametrize(
+    "name, scale, adds",
+    [
+        ("alibi", 0.1, True), ("alibi", -0.1, True), ("alibi", 0.0, False), ("alibi", 1e-9, False),
+        ("alibi and bias", 0.1, True), ("bias", 0.1, False), ("tanh", 0.1, False),
+    ],
+)  # fmt: skip
+def test_when_terms_are_added_to_products(name, scale, adds):
+    problem = replace(problem_of("bfloat16", length=64), program=PROGRAMS[name], scale=scale)
+    assert score_rows.adds(Options.of(problem)) == adds
+    assert score_rows.changes(Options.of(problem)) != adds

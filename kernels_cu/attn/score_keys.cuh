@@ -16,13 +16,26 @@ __device__ __forceinline__ float distance(int x, Key j) {
 }
 __device__ __forceinline__ float inverse_of(float x) { return 1 / x; }
 
+// x / unit; finite where x is.
+__device__ __forceinline__ float in_units(float x, float unit) {
+    const float ratio = x / unit;
+    return fabsf(x) <= -lowest<float>() ? fminf(fmaxf(ratio, lowest<float>()), -lowest<float>()) : ratio;
+}
+// s + slope * |x - j|. kNear: where the block's keys are on one side of x.
+template <bool kNear> __device__ __forceinline__ float sloped(float s, float slope, int x, Key j) {
+    if constexpr (!kNear) return s + slope * fabsf(distance(x, j));
+    return fma_of(x < j.first ? -slope : slope, distance(x, j), s);
+}
+__device__ __forceinline__ bool on_one_side(int x, int first, int keys) {
+    return x < first || x >= first + keys - 1;
+}
+
 // tanh(x) = x P(x^2) within 1.5e-7 of itself up to here; P by Lawson's iteration.
-inline constexpr float kNearTanh = 0.875f;
-inline constexpr int kTanhTerms = 6;
+inline constexpr float kNearTanh = 0.42f;
+inline constexpr int kTanhTerms = 4;
 __device__ __forceinline__ constexpr float tanh_term(int n) {
-    constexpr float kTerms[kTanhTerms] = {0.9999998509659656f,   -0.3333191410932131f,
-                                          0.1331109784856926f,   -0.052665787138745916f,
-                                          0.018277448536766296f, -0.003840354283961592f};
+    constexpr float kTerms[kTanhTerms] = {0.9999998569621088f, -0.33330725583707926f,
+                                          0.13258403531793128f, -0.04695676063626681f};
     return kTerms[n];
 }
 __device__ __forceinline__ float near_tanh(float x) {
@@ -37,7 +50,7 @@ __device__ __forceinline__ float far_tanh(float x) {
     const float power = exp2_of(fabsf(x) * 2.885390081777927f);
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(power + 1));
-    return fabsf(x) < 0.5f ? near_tanh(x) : copysignf(fma_of(inverse, -2.f, 1.f), x);
+    return fabsf(x) < kNearTanh ? near_tanh(x) : copysignf(fma_of(inverse, -2.f, 1.f), x);
 }
 template <bool kNear> __device__ __forceinline__ float bent(float x) {
     return kNear ? near_tanh(x) : far_tanh(x);

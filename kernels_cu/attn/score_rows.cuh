@@ -6,8 +6,10 @@
 //     first_key(query)     where its keys are counted from: its sequence, if several are packed
 //     Ahead, read_ahead()  elements of a block of keys, in registers before they are needed
 //     Elements, elements() those of a pair
-//     value, visible       of a pair; value<kNear>: no argument of tanh exceeds kNearTanh
-//     reach, near          how large these arguments get, and up to which value
+//     value, visible       of a pair; value<kNear>: where `near` allows; kAdds: in the product's
+//                          units, kChanges: in natural ones
+//     reach, near          kReaches: how large arguments of tanh get, and up to which value value<true>
+//                          serves; below 0: nowhere
 #pragma once
 #include "../tile/bits.cuh"
 #include "../tile/fragment.cuh"
@@ -26,6 +28,7 @@ template <class Score, int kColTiles, bool kOptions = Score::kProgram> struct Sc
 template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     using Scores = Fragment<float, 1, kColTiles>;
     using Query = typename Score::Query;
+    static constexpr bool kEvaluates = Score::kChanges || Score::kAdds;
     Query queries[2];
     decltype(static_cast<const Score*>(nullptr)->dropout()) dropout;
     int first_row;
@@ -79,7 +82,7 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     __device__ __forceinline__ void evaluate(const Params& p, Scores& s, int col) const {
         for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
             const auto at = Score::elements(p, ahead, q, half, n, r, j);
-            if constexpr (Score::kChanges) x = Score::template value<kNear>(p, x, q, j, at);
+            if constexpr (kEvaluates) x = Score::template value<kNear>(p, x, q, j, at);
             if constexpr (kLooks && Score::kHides)
                 x = Score::visible(p, q, j, at) ? x : -infinity<float>();
         });
@@ -90,17 +93,22 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     __device__ __forceinline__ void apply(const Params& p, Scores& s, int col) const {
         if constexpr (Score::kBends) {
             float most[2] = {0, 0};
-            for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
-                const auto at = Score::elements(p, ahead, q, half, n, r, j);
-                most[half] = fmax_of(most[half], Score::reach(p, x, q, j, at));
-            });
-            const bool near =
-                most[0] <= Score::near(queries[0]) && most[1] <= Score::near(queries[1]);
+            if constexpr (Score::kReaches)
+                for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
+                    const auto at = Score::elements(p, ahead, q, half, n, r, j);
+                    most[half] = fmax_of(most[half], Score::reach(p, x, q, j, at));
+                });
+            bool near = true;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Query& q = queries[half];
+                near &= most[half] <= Score::near(q, first_key(col) - Score::first_key(q), 8 * kColTiles);
+            }
             if (__all_sync(kFullWarp, near))
                 evaluate<true, kLooks>(p, s, col);
             else
                 evaluate<false, kLooks>(p, s, col);
-        } else if constexpr (Score::kChanges || (kLooks && Score::kHides)) {
+        } else if constexpr (kEvaluates || (kLooks && Score::kHides)) {
             evaluate<true, kLooks>(p, s, col);
         }
     }
