@@ -91,6 +91,7 @@ def _sm90_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
         ),
         work,
         *steps.band_values(problem),
+        1.0 if score_rows.is_capped(options) else
         steps.scale_log2(problem, score_rows.changes(options)),
         *operands.rest(problem, options, forward=True),
         *list_rest(problem, plan, operands),

@@ -99,6 +99,13 @@ def adds(options) -> bool:
     )
 
 
+def is_capped(options) -> bool:
+    """Whether scores are c * tanh(s / c), which are in units of log2 then: they never exceed the
+    product, so that a look at it says how far weights can grow.
+    """
+    return _evaluates(options) and _Writer(options, {}).cap(options.program.value) is not None
+
+
 def _evaluates(options) -> bool:
     return options.program is not None and options.program.value is not symbol("s")
 
@@ -307,17 +314,27 @@ class _Writer:
         self.bent.setdefault(node.operands[0])
         return f"bent<kNear>({text(node.operands[0])})"
 
+    def cap(self, node):
+        """c where the node is c * tanh(s / c)."""
+        if node.op != "multiply":
+            return None
+        for c, bent in (node.operands, node.operands[::-1]):
+            if bent.op == "tanh" and self.fixed(c):
+                x = bent.operands[0]
+                if x.op == "divide" and x.operands == (symbol("s"), c):
+                    return c
+        return None
+
     def _multiply(self, node, text):
         """c * tanh(s / c), as one polynomial of s."""
-        for c, bent in (node.operands, node.operands[::-1]):
-            if bent.op != "tanh" or not self.fixed(c):
-                continue
-            if bent.operands[0].op == "divide" and bent.operands[0].operands == (symbol("s"), c):
-                body = self._wrapped(c, "CappedSeries(Accum(p.scale), ", ")")
-                name = self.field("CappedSeries", body, c)
-                self.caps.setdefault(name)
-                return f"{name}.at<kNear>(s)"
-        return None
+        c = self.cap(node)
+        if c is None:
+            return None
+        unit = "kLog2e" if node is self.options.program.value else "1.f"
+        body = self._wrapped(c, "CappedSeries(p.scale, ", f", {unit})")
+        name = self.field("CappedSeries", body, c)
+        self.caps.setdefault(name)
+        return f"{name}.at<kNear>(s)"
 
     def functions(self):
         """Writes all functions once; the elements that they use and a key changes."""
@@ -383,6 +400,7 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
         f"static constexpr bool kChanges = {str(changes(options)).lower()};",
         f"static constexpr bool kLong = {str(is_long(options)).lower()};",
         f"static constexpr bool kAdds = {str(adds(options)).lower()};",
+        f"static constexpr bool kCapped = {str(is_capped(options)).lower()};",
         f"static constexpr bool kBends = {str(writer.bends).lower()};",
         f"static constexpr bool kReaches = {str(writer.reaches).lower()};",
         f"static constexpr bool kReadsLittle = {str(little).lower()};",
@@ -396,6 +414,9 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
     lines += ["template <bool kNear>", *_function(f"Accum value({pair})", writer.value)]
     pair_of_places = pair.replace("Accum s, ", "")
     lines += _function(f"bool visible({pair_of_places})", writer.seen)
+    if is_capped(options):
+        (name,) = writer.caps
+        lines += _function("const CappedSeries& series(const Query& q)", [f"return {name};"])
     if writer.bends:
         reach, near = writer.reached
         lines += _function(f"float reach({pair})", reach) if writer.reaches else []

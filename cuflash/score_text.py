@@ -38,7 +38,7 @@ using Accum = AccumOf<Plan::Element>;
 struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
-    static constexpr bool kChanges = false, kBitsByKey = false;
+    static constexpr bool kChanges = false, kCapped = false, kBitsByKey = false;
     static constexpr int kStarts = 0;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
     template <class Start> __device__ __forceinline__ Score(const Params&, u32, u32, Start) {}

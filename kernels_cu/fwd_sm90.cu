@@ -165,11 +165,16 @@ struct Consumer {
         if (rescale) o.for_each_row([&](float& x, int q) { x *= factor[q]; });
     }
 
+    // Returns whether the scores are relative to the softmax's references, which stay.
     template <bool kMasked>
-    __device__ __forceinline__ void apply_score_and_mask(Scores& s, int n_block) const {
+    __device__ __forceinline__ bool apply_score_and_mask(Scores& s, int n_block) const {
         if constexpr (!Score::kChanges) apply_scale_sign<Plan::kScaleSign>(s);
-        options.template apply<kMasked || !Plan::kBlockMap>(p, s, n_block * Plan::kBlockN);
-        if constexpr (!kMasked || (!Plan::kBand && !Plan::kTail)) return;
+        const bool settled = options.template apply<kMasked || !Plan::kBlockMap>(
+            p, s, n_block * Plan::kBlockN, softmax.reference);
+        if constexpr (kMasked && (Plan::kBand || Plan::kTail)) apply_mask(s, n_block);
+        return settled;
+    }
+    __device__ __forceinline__ void apply_mask(Scores& s, int n_block) const {
         const auto visible = mask_of(p);
         const int row = piece().first_row + 16 * warp, col = n_block * Plan::kBlockN;
         const auto hide = [&](auto seen) {
@@ -183,12 +188,14 @@ struct Consumer {
             hide([&](int i, int j) { return visible.below_last(i, j); });
     }
     // S becomes unrounded P.
-    template <bool kLate> __device__ __forceinline__ void update_softmax(Scores& s) {
+    template <bool kLate> __device__ __forceinline__ void update_softmax(Scores& s, bool settled) {
         const auto note = [&](const float (&f)[2]) {
             factor[0] = f[0], factor[1] = f[1], rescale = true;
         };
         rescale = false;
-        if constexpr (kLate)
+        if (Score::kCapped && settled)
+            softmax.add(s);
+        else if constexpr (kLate)
             softmax.update_late(s, scale(), note);
         else
             softmax.update(s, scale(), note);
@@ -223,8 +230,7 @@ struct Consumer {
         options.template read<false>(p, block * Plan::kBlockN);
         wgmma_wait_group<0>();
         release_k();
-        apply_score_and_mask<kMasked>(s, block);
-        update_softmax<false>(s);
+        update_softmax<false>(s, apply_score_and_mask<kMasked>(s, block));
         round_weights(s);
     }
     // The scores of block n while the weights of the block behind it meet their values. kLate:
@@ -241,8 +247,7 @@ struct Consumer {
         options.template read<false>(p, block * Plan::kBlockN);
         wgmma_wait_group<1>();
         release_k();
-        apply_score_and_mask<kMasked>(s, block);
-        update_softmax<kLate>(s);
+        update_softmax<kLate>(s, apply_score_and_mask<kMasked>(s, block));
         wgmma_wait_group<0>();
         release_v();
         round_weights(s);
@@ -333,7 +338,8 @@ struct Consumer {
     }
     // The end of a row that its sink joins, in natural units.
     __device__ __forceinline__ RowEnd<float> row_end(int q) const {
-        const float unit = Score::kChanges ? 1.f : scale() * 0.693147180559945309f;
+        const bool natural = Score::kChanges && !Score::kCapped;
+        const float unit = natural ? 1.f : scale() * 0.693147180559945309f;
         return {softmax.reference[q] * unit, softmax.sum[q], score().sink()};
     }
     __device__ __forceinline__ float lse(int q) const {

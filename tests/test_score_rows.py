@@ -209,8 +209,12 @@ def _run(program, length, scale, paired, folder, rng, block=48):
     problem = replace(problem_of("bfloat16", length=length), program=program, scale=scale)
     plan = sm90.forward_plan(problem, HOPPER, Access(16, 16), paired=paired)
     scores = (6 * rng.standard_normal((length, length))).astype(np.float32)
-    unit = abs(scale) if "kAdds = true" in plan.score else 1  # of what comes and goes
-    (scores * (np.sign(scale) if unit != 1 else 1)).astype(np.float32).tofile(folder / "s")
+    adds, unit = "kAdds = true" in plan.score, 1
+    if adds:  # of what comes and goes
+        unit = abs(scale)
+    elif "kCapped = true" in plan.score:
+        unit = np.log(2)
+    (scores * (np.sign(scale) if adds else 1)).astype(np.float32).tofile(folder / "s")
     near = "const bool near = true;"
     if "kBends = true" in plan.score:
         reach = "Score::reach(p, x, q[0], j, at)" if "kReaches = true" in plan.score else "0"
@@ -278,7 +282,7 @@ def test_what_no_key_changes_is_found_once_a_query():
     text = _score("alibi")
     value = text[text.index("template <bool kNear>") :]
     assert "arg" not in value and "sloped<kNear>(s, q.h" in value and "(j.beyond < q.h" in value
-    assert "CappedSeries(Accum(p.scale)" in _score("softcap")
+    assert "CappedSeries(p.scale, " in _score("softcap")
     assert "kReaches = false" in text and "kReaches = true" in _score("two tanh")
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import compiling
 import numpy as np
 import pytest
+import score_cases
 from conftest import np_dtype
 from running import check
 from strategies import HOPPER_TILES, Case
@@ -181,6 +182,25 @@ def test_a_thousand_runs_give_the_same_bits(hopper, causal):
             bits = f"u{want.itemsize}"
             differ |= (got.view(bits) != want.view(bits)).any()
     assert not bool(differ)
+
+
+@pytest.mark.parametrize("cap", (6.0, 40.0, 1000.0))
+@pytest.mark.parametrize("more", ({}, dict(causal=True), dict(mask=True, sinks=True)), ids=str)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_capped_scores_that_grow(hopper, dtype, more, cap):
+    """Blocks from the last to the first, which begin with the lowest scores there are, go on within
+    reach of these, and end with the highest.
+    """
+    case = Case(130, 700, 64, 64, 2, 2, dtype=dtype, causal=more.get("causal", False), seed=9)
+    arrays, options = case.arrays(), {"softcap": cap}
+    rng = np.random.default_rng(5)
+    arrays["q"] = np.abs(arrays["q"]).astype(arrays["q"].dtype)
+    size = np.repeat([9.0, 2.5, -0.5, -1.0, -9.0], 140)[:, None] * rng.uniform(0.9, 1.1, (700, 64))
+    arrays["k"] = np.broadcast_to(size, arrays["k"].shape).astype(arrays["k"].dtype)
+    if "mask" in more:
+        options["mask"] = rng.random((130, 700)) < 0.9
+        options["sinks"] = rng.standard_normal(2).astype(np.float32)
+    score_cases.check(hopper, case, arrays, options)
 
 
 @pytest.mark.parametrize("causal", (False, True))

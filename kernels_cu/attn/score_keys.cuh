@@ -55,29 +55,35 @@ __device__ __forceinline__ float far_tanh(float x) {
 template <bool kNear> __device__ __forceinline__ float bent(float x) {
     return kNear ? near_tanh(x) : far_tanh(x);
 }
-// cap * tanh(scale * s / cap) with everything but s in the polynomial's terms.
+inline constexpr float kLog2e = 1.44269504f;
+// unit * cap * tanh(scale * s / cap) with everything but s in the polynomial's terms.
 struct CappedSeries {
     float terms[kTanhTerms];
     float cap, slope;
     float near;  // the largest |s| that the polynomial serves; -1: none, its terms could overflow
 
     CappedSeries() = default;
-    __device__ __forceinline__ CappedSeries(float scale, float of_cap)
-        : cap(of_cap), slope(fabsf(scale / of_cap)) {
-        float power = scale;
+    __device__ __forceinline__ CappedSeries(float scale, float of_cap, float unit)
+        : cap(of_cap * unit), slope(fabsf(scale / of_cap)) {
+        float power = scale * unit;
 #pragma unroll
         for (int n = 0; n < kTanhTerms; ++n) terms[n] = tanh_term(n) * power, power *= slope * slope;
         near = slope < 64 ? kNearTanh / slope : -1.f;
         if (scale < 0) slope = -slope;
     }
-    template <bool kNear> __device__ __forceinline__ float at(float s) const {
-        if constexpr (!kNear) return cap * far_tanh(s * slope);
+    // The polynomial, plus x.
+    __device__ __forceinline__ float shifted(float s, float x) const {
         const float square = s * s;
         float sum = terms[kTanhTerms - 1];
 #pragma unroll
         for (int n = kTanhTerms - 2; n >= 0; --n) sum = fma_of(sum, square, terms[n]);
-        return s * sum;
+        return fma_of(s, sum, x);
     }
+    template <bool kNear> __device__ __forceinline__ float at(float s) const {
+        return kNear ? shifted(s, 0) : cap * far_tanh(s * slope);
+    }
+    // No smaller than |at(s)| for |s| up to `most`.
+    __device__ __forceinline__ float bound(float most) const { return fabsf(cap * slope) * most; }
 };
 
 // A word, or two neighbours; volatile as read_two is.

@@ -7,7 +7,8 @@
 //     Ahead, read_ahead()  elements of a block of keys, in registers before they are needed
 //     Elements, elements() those of a pair
 //     value, visible       of a pair; value<kNear>: where `near` allows; kAdds: in the product's
-//                          units, kChanges: in natural ones
+//                          units, kChanges: in natural ones, kCapped: in those of log2
+//     series               kCapped: whose scores are c * tanh(s / c)
 //     reach, near          kReaches: how large arguments of tanh get, and up to which value value<true>
 //                          serves; below 0: nowhere
 #pragma once
@@ -21,7 +22,10 @@ template <class Score, int kColTiles, bool kOptions = Score::kProgram> struct Sc
 
     __device__ __forceinline__ void begin(const Params&, u32, u32, int) {}
     template <bool> __device__ __forceinline__ void read(const Params&, int) {}
-    template <bool> __device__ __forceinline__ void apply(const Params&, Scores&, int) const {}
+    template <bool>
+    __device__ __forceinline__ bool apply(const Params&, Scores&, int, const float (&)[2]) const {
+        return false;
+    }
     __device__ __forceinline__ void drop(Scores&) const {}
 };
 
@@ -29,6 +33,7 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     using Scores = Fragment<float, 1, kColTiles>;
     using Query = typename Score::Query;
     static constexpr bool kEvaluates = Score::kChanges || Score::kAdds;
+    static constexpr float kMostGrowth = 15;  // powers of two: weights are finite in 16 bits
     Query queries[2];
     decltype(static_cast<const Score*>(nullptr)->dropout()) dropout;
     int first_row;
@@ -78,38 +83,57 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
                   Key{first - Score::first_key(queries[r / 2]), 8 * n + r % 2});
         }
     }
-    template <bool kNear, bool kLooks>
-    __device__ __forceinline__ void evaluate(const Params& p, Scores& s, int col) const {
+    // kShifted: relative to the references that the softmax has.
+    template <bool kNear, bool kLooks, bool kShifted = false>
+    __device__ __forceinline__ void evaluate(const Params& p, Scores& s, int col,
+                                             const float (&reference)[2]) const {
         for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
             const auto at = Score::elements(p, ahead, q, half, n, r, j);
-            if constexpr (kEvaluates) x = Score::template value<kNear>(p, x, q, j, at);
+            if constexpr (kShifted)
+                x = Score::series(q).shifted(x, -reference[half]);
+            else if constexpr (kEvaluates)
+                x = Score::template value<kNear>(p, x, q, j, at);
             if constexpr (kLooks && Score::kHides)
                 x = Score::visible(p, q, j, at) ? x : -infinity<float>();
         });
     }
     // The product becomes the score, -inf where the key is hidden if it `kLooks`. Keys behind the
-    // sequence's end get any value.
+    // sequence's end get any value. Returns whether the scores are relative to the references, which
+    // then may stay: no score of the warp's exceeds its row's by more than kMostGrowth.
     template <bool kLooks>
-    __device__ __forceinline__ void apply(const Params& p, Scores& s, int col) const {
-        if constexpr (Score::kBends) {
+    __device__ __forceinline__ bool apply(const Params& p, Scores& s, int col,
+                                          const float (&reference)[2]) const {
+        if constexpr (!Score::kBends) {
+            if constexpr (kEvaluates || (kLooks && Score::kHides))
+                evaluate<true, kLooks>(p, s, col, reference);
+            return false;
+        } else {
             float most[2] = {0, 0};
             if constexpr (Score::kReaches)
                 for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
                     const auto at = Score::elements(p, ahead, q, half, n, r, j);
                     most[half] = fmax_of(most[half], Score::reach(p, x, q, j, at));
                 });
-            bool near = true;
+            bool near = true, small = true;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const Query& q = queries[half];
-                near &= most[half] <= Score::near(q, first_key(col) - Score::first_key(q), 8 * kColTiles);
+                const int first = first_key(col) - Score::first_key(q);
+                near &= most[half] <= Score::near(q, first, 8 * kColTiles);
+                if constexpr (Score::kCapped)
+                    small &= Score::series(q).bound(most[half]) - reference[half] <= kMostGrowth;
+            }
+            if constexpr (Score::kCapped) {
+                if (__all_sync(kFullWarp, near && small)) {
+                    evaluate<true, kLooks, true>(p, s, col, reference);
+                    return true;
+                }
             }
             if (__all_sync(kFullWarp, near))
-                evaluate<true, kLooks>(p, s, col);
+                evaluate<true, kLooks>(p, s, col, reference);
             else
-                evaluate<false, kLooks>(p, s, col);
-        } else if constexpr (kEvaluates || (kLooks && Score::kHides)) {
-            evaluate<true, kLooks>(p, s, col);
+                evaluate<false, kLooks>(p, s, col, reference);
+            return false;
         }
     }
     // Weights that dropout does not keep become 0; the others are scaled with the output.

@@ -94,6 +94,11 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
         });
     }
 
+    // The same of scores relative to the references, as powers of two, where these stay.
+    template <class Scores> __device__ __forceinline__ void add(Scores& s) {
+        s.for_each_row([&](Accum& x, int q) { x = exp2_of(x), sum[q] += x; });
+    }
+
     // The same, but the scores are weighed with the references as they are, and only then these
     // move: exponentials need not wait for the maximum. Rows whose scores grow by more than
     // 2^kMostGrowth at once become NaN.
