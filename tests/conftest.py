@@ -140,7 +140,7 @@ _COMMON = dict(
 settings.register_profile("ci", max_examples=60, **_COMMON)
 # Not shrunk: each attempt might build kernels.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
-settings.register_profile("gpu", max_examples=150, phases=_PHASES, **_COMMON)
+settings.register_profile("gpu", max_examples=80, phases=_PHASES, **_COMMON)
 settings.register_profile("soak", max_examples=1000, **{**_COMMON, "derandomize": False})
 settings.load_profile("ci" if CUPY is None else "gpu")
 
