@@ -30,7 +30,7 @@ from cuflash.cli_common import load_cupy
 from cuflash.families import Device, choose, device_of, portable, sm90, sm90_backward
 from cuflash.plan import ITEM_BYTES, Plan
 from cuflash.problem import DTYPES, Problem
-from cuflash.score_rows import pairable
+from cuflash.score_rows import pairable, stageable
 from cuflash.score_text import Options
 
 from . import scores
@@ -107,7 +107,7 @@ class Setting:
         """The plan of contiguous arrays with that tile."""
         access = contiguous_accesses(self.problem, self.case.way == "bwd")[-1]
         if self.case.way == "fwd":
-            read = {"paired": self.paired} if self.family is sm90 else {}
+            read = {"paired": self.paired, "staged": self.staged} if self.family is sm90 else {}
             return self.family.forward_plan(self.seen, self.device, access, tile=tile, **read)
         return self.family.backward_plan(
             self.seen,
@@ -126,6 +126,13 @@ class Setting:
         """
         args = () if self.seen.program is None else self.seen.program.args
         return tuple(n for n, arg in enumerate(args) if pairable(arg))
+
+
+    @property
+    def staged(self) -> int | None:
+        """Of these the one whose blocks come by way of shared memory."""
+        args = () if self.seen.program is None else self.seen.program.args
+        return next((n for n in self.paired if stageable(args[n])), None)
 
 
 @dataclass
@@ -271,7 +278,7 @@ def candidates(setting: Setting, only_table: bool = False) -> list[Row]:
 def _listed(setting: Setting) -> tuple:
     """The table's rows for the case."""
     if setting.family is sm90:
-        return (sm90.forward_tile(setting.seen, setting.paired),)
+        return (sm90.forward_tile(setting.seen, setting.paired, setting.staged),)
     if setting.family is sm90_backward:
         return (sm90_backward.tile_of(setting.seen),)
     table = portable.FORWARD_TILES if setting.case.way == "fwd" else portable.BACKWARD_TILES
@@ -300,7 +307,8 @@ def _divides(setting: Setting, tile) -> bool:
     rows, since more do not fit its registers.
     """
     if setting.family is sm90:
-        return sm90.takes(setting.seen, tile, Options.of(setting.seen), setting.paired)
+        options, staged = Options.of(setting.seen), setting.staged if sm90.stages(tile) else None
+        return sm90.takes(setting.seen, tile, options, setting.paired, staged)
     if setting.family is sm90_backward:
         return sm90_backward.takes(setting.seen, tile)
     if tile.warps % tile.share != 0:

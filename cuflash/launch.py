@@ -45,6 +45,7 @@ class _Forward(NamedTuple):
     step: Step
     packed: tuple[str, ...]  # names of the inputs that are packed first
     mapped: tuple[int, ...]  # which of q, k, v, out and lse are passed by tensor maps, in order
+    staged: int | None  # which argument of the program is, too
     ticket: bool  # whether blocks draw their work from a counter, if the kernel can
     options: Options  # what its scores know of
 
@@ -73,7 +74,7 @@ def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
     )
 
 
-def _sm90_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
+def _sm90_step(problem, device, plan, operands, staged, q, k, v, out, lse) -> Step:
     options = Options.of(problem)
     blocks, heads = _work(problem, plan)
     work, grid = blocks * heads, min(blocks * heads, device.num_sms)
@@ -101,6 +102,7 @@ def _sm90_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
             Encoder(v, plan["kBlockN"]),
             # Where the output does not leave by a map, q's stands in.
             Encoder(out if plan["kStoreBytes"] else q, sm90.STORE_ROWS),
+            *(() if staged is None else (Encoder(operands.args[staged], sm90.WARPGROUP_ROWS),)),
         ),
     )
 
@@ -117,10 +119,12 @@ def _prepare(problem, device, arrays, operands, tile=None):
     store = steps.whole_rows(out, problem.head_dim_v) and unfit(out) is None
     access = steps.access_of(store, **dict(zip("qkv", read)))
     family, rejections = choose(problem, device, access, "forward", tile)
+    staged = None
     if family is sm90:
-        paired = operands.paired(problem)
-        plan = sm90.forward_plan(problem, device, access, tile=tile, paired=paired)
-        step = _sm90_step(problem, device, plan, operands, *read, out, lse)
+        ways = dict(paired=operands.paired(problem), staged=operands.staged(problem))
+        plan = sm90.forward_plan(problem, device, access, tile=tile, **ways)
+        staged = ways["staged"] if plan["kStaged"] else None
+        step = _sm90_step(problem, device, plan, operands, staged, *read, out, lse)
     else:
         plan = family.forward_plan(problem, device, access, tile=tile)
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
@@ -130,7 +134,7 @@ def _prepare(problem, device, arrays, operands, tile=None):
     uneven = uneven or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
-    return _Forward(step, packed, mapped, ticket, Options.of(problem)), family, rejections
+    return _Forward(step, packed, mapped, staged, ticket, Options.of(problem)), family, rejections
 
 
 def _ready(problem, device_id: int, arrays, starts, operands, tile) -> _Forward:
@@ -201,7 +205,7 @@ def _forward(problem, arrays, operands, tile) -> None:
         masked = as_bits(problem, operands, device_id, False)
         masked.launch(device_id)
         problem, operands = masked.problem, masked.operands
-    step, packed, mapped, ticket, options = _ready(
+    step, packed, mapped, staged, ticket, options = _ready(
         problem, device_id, arrays, starts, operands, tile
     )
     if packed:
@@ -213,6 +217,8 @@ def _forward(problem, arrays, operands, tile) -> None:
         return
     place = _ticket(device_id) if ticket else 0
     mapped = [starts[n] for n in mapped]
+    if staged is not None:
+        mapped.append(operands.args[staged].data.ptr)
     step.launch(device_id, *starts[2:], place, *operands.words(options), *lists, mapped=mapped)
 
 

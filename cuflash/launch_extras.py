@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import launch_steps as steps
-from . import score_rows
+from . import score_rows, tensormap
 from .params import BATCH_DIMS
 from .score_text import Options
 
@@ -105,6 +105,15 @@ class Operands:
             n for n, (spec, x) in enumerate(zip(specs, self.args)) if _is_paired(spec, x)
         )
 
+    def staged(self, problem) -> int | None:
+        """Of these the first whose blocks of queries and keys a tensor map can describe."""
+        specs = () if problem.program is None else problem.program.args
+        for n in self.paired(problem):
+            if score_rows.stageable(specs[n]) and not problem.packed:
+                if tensormap.unfit(self.args[n]) is None:
+                    return n
+        return None
+
     def shared_by_heads(self, problem) -> bool:
         """Whether heads read the same matrix of queries and keys, so that they had better meet."""
         specs = () if problem.program is None else problem.program.args
@@ -118,7 +127,7 @@ class Operands:
         if self is NONE:
             return ()
         arrays = self.arrays.values()
-        strides = tuple((x.shape, x.strides, x.data.ptr % (2 * x.itemsize)) for x in arrays)
+        strides = tuple((x.shape, x.strides, x.data.ptr % 16) for x in arrays)
         return (*strides, self.keep_limit, tuple(s.key() for s in self.sums.values()))
 
     # The next two go through the rows of score_text.rows, in its order.

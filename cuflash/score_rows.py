@@ -39,6 +39,13 @@ def pairable(arg) -> bool:
     return by_key and arg.dtype not in (BITS, BITS_BY_KEY) and item_bytes(arg) <= AHEAD_BYTES
 
 
+def stageable(arg) -> bool:
+    """Whether blocks of such an argument may come by way of shared memory, if they lie so that a
+    tensor map can describe them.
+    """
+    return arg.kind == "grid" and all(arg.along) and arg.dtype in ("float16", "bfloat16")
+
+
 def reads_bits(options) -> bool:
     """Whether masks are bits of a query's keys, read by words."""
     return any(arg.dtype == BITS for arg in options.args)
@@ -376,7 +383,7 @@ def _function(head, body, before="static "):
     return [f"{head} {{", *("    " + line for line in body), "}"]
 
 
-def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
+def parts(options, paired, staged, symbols, elements, accessor, read) -> list[str]:
     """Lines of ``struct Score`` behind those of score_text.py, which gives the spellings.
 
     Parameters
@@ -384,6 +391,8 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
     options : score_text.Options
     paired : tuple of int
         The arguments whose elements for keys 2n and 2n + 1 are aligned neighbours.
+    staged : int or None
+        Of these, the one whose blocks come by way of shared memory.
     symbols : dict
         Spellings of b and h.
     elements : dict
@@ -409,7 +418,7 @@ def parts(options, paired, symbols, elements, accessor, read) -> list[str]:
         if arg.kind == "free":
             lines += accessor(n, arg)
     lines += _query(writer, options, used, elements)
-    lines += _elements(options, used, elements, read, [n for n in used if n in paired])
+    lines += _elements(options, used, elements, read, [n for n in used if n in paired], staged)
     pair = "const Params& p, Accum s, const Query& q, Key j, const Elements& at"
     lines += ["template <bool kNear>", *_function(f"Accum value({pair})", writer.value)]
     pair_of_places = pair.replace("Accum s, ", "")
@@ -453,7 +462,7 @@ def _query(writer, options, used, elements):
     ]
 
 
-def _elements(options, used, elements, read, ahead):
+def _elements(options, used, elements, read, ahead, staged):
     """What is read ahead of a block, and a pair's elements."""
     held, rows, fetched, found, fields = [], [], [], [], []
     for n in used:
@@ -474,7 +483,7 @@ def _elements(options, used, elements, read, ahead):
         # First the lane's own address, then constants: these are a part of the instruction.
         fetched += [
             f"ahead.arg{n}[{row}][n] = read_two(q[{row}].start{n} + from + beyond);"
-            for row in range(ways)
+            for row in range(ways if n != staged else 0)
         ]
         half = "half" if ways == 2 else "0"
         found.append(read(arg, f"one_of<{element}>(ahead.arg{n}[{half}][n], r)"))
@@ -493,6 +502,9 @@ def _elements(options, used, elements, read, ahead):
         "template <bool kInside, int kTiles>",
         *_function(f"void read_ahead({head.format('')}const Query (&q)[2], int first)",
                    rows + (reading if fetched else [])),
+        "template <int kTiles>",
+        *_function("void read_staged(Ahead<kTiles>& ahead, u32 rows)",
+                   [f"read_panels(ahead.arg{staged}, rows);"] if staged in ahead else []),
         "template <int kTiles>",
         *_function(
             f"Elements elements({head.format('const ')}const Query& q, int half, int n, int r, "

@@ -134,12 +134,13 @@ class Options:
 # ---- parameters ------------------------------------------------------------------------------
 
 
-def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
-    """What the options add to a kernel's table."""
+def rows(options: Options, forward: bool, staged: int | None = None) -> tuple[tuple[str, str], ...]:
+    """What the options add to a kernel's table; ``staged``: as in `text`."""
     packed = (("q_intervals", "in"), ("k_intervals", "in")) if options.packed else ()
     if not options:
         return packed
     found = [*packed, ("first_batch", "word")]
+    found += [("staged_map", "map")] if staged is not None else []
     if options.packed:
         found += [("q_places", "in"), ("k_places", "in")]
     for n, arg in enumerate(options.args):
@@ -176,10 +177,10 @@ def _argument_rows(name, arg):
 
 def text(
     options: Options, paired: tuple[int, ...] | None = None, quick: bool = False,
-    inverses: bool = False,
+    inverses: bool = False, staged: int | None = None,
 ) -> str:
     """The C++ definition of ``struct Score``. With ``paired`` that of kernels which keep their
-    queries (score_rows.py); ``quick``: of backward kernels with 16-bit results, with
+    queries (score_rows.py), perhaps with a ``staged`` argument; ``quick``: of backward kernels with 16-bit results, with
     attn/tanh.cuh's tanh and numbers that are floats already; ``inverses``: of numbers, in place of
     divisions.
     """
@@ -209,7 +210,7 @@ def text(
     parts += _gradients(options)
     if paired is not None:
         symbols = {**SYMBOLS, "b": "at.number"} if options.packed else SYMBOLS
-        parts += score_rows.parts(options, paired, symbols, ELEMENTS, _fetch, _read)
+        parts += score_rows.parts(options, paired, staged, symbols, ELEMENTS, _fetch, _read)
     lines = ["using Accum = AccumOf<Plan::Element>;", "struct Score {"]
     return "\n".join([*lines, *("    " + part for part in parts), "};", ""])
 

@@ -6,7 +6,7 @@
 //
 //     who                       registers  does
 //     warp 0, one lane          few        producer: hands out pieces, loads keys and values
-//     warp 1                    few        loads queries
+//     warp 1                    few        loads queries, and blocks of a staged array
 //     warps 2, 3                few        where keys are hidden by a band or by the caller's
 //                                          score: replace hidden inf and NaN in values
 //     warpgroups 1 ..           many       consumers: 64 rows of queries each
@@ -22,9 +22,11 @@
 //     v_clean[..]     cleaners                             consumers
 //     v_empty[..]     each consumer warp after P V, and    producer
 //                     each cleaner
+//     staged_full[]   loader of queries + TMA bytes        the consumer warpgroup
+//     staged_empty[]  its warps, once it is in registers   loader of queries
 //
 // Shared memory, in panels of 64 columns as wgmma reads them: kQSlots x q | kStages x k | kStages x
-// v | kOutPanels of the output on its way out (in place of q where there is no room) | barriers |
+// v | a staged block for each warpgroup | kOutPanels of the output on its way out (in place of q where there is no room) | barriers |
 // pieces.
 //
 // Schedule of a consumer: S of the next block of keys is issued before the softmax of this one's
@@ -57,7 +59,9 @@
 //
 // The caller's options (struct Score) enter between a product and its softmax. Before S(n) or while
 // it runs a warp reads what the block's keys need and draws dropout's bits (attn/score_rows.cuh):
-// that costs registers, so that these kernels have tiles of their own (families/sm90.py).
+// that costs registers, so that these kernels have tiles of their own (families/sm90.py). A 16-bit
+// array of queries by keys comes as keys do where a tensor map can describe it, kStaged: read by
+// lanes from global memory, 16 bytes of a row at a time, it waited for the first-level cache.
 //
 // Measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio to cuDNN in
 // the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %, sessions by more: the
@@ -108,6 +112,7 @@ struct Consumer {
     bool rescale;  // O must be multiplied by factor before the next P V
     u32 weights[Plan::kBlockN / 16][4];
     ScoreRows<Score, Plan::kBlockN / 8> options;
+    u32 staged_phase = 0;
 
     __device__ __forceinline__ Piece piece() const { return pieces.current(); }
     __device__ __forceinline__ float scale() const { return p.scale_log2; }
@@ -209,8 +214,19 @@ struct Consumer {
                 weights[step][r] = pack<T>(s.x[0][2 * step + r / 2][r % 2 * 2],
                                            s.x[0][2 * step + r / 2][r % 2 * 2 + 1]);
     }
+    // The block's part of a staged array to registers; its place is free for the next.
+    template <bool kRead = true> __device__ __forceinline__ void take_staged() {
+        if constexpr (Plan::kStaged) {
+            mbarrier_wait(smem.staged_full(warp / 4), staged_phase);
+            if constexpr (kRead)
+                options.read_staged(smem.staged(warp / 4) + warp % 4 * 16 * kPanelBytes);
+            warp_arrive(smem.staged_empty(warp / 4));
+            staged_phase ^= 1;
+        }
+    }
     // A block of keys of which this warpgroup's rows see none.
     __device__ __forceinline__ void skip() {
+        take_staged<false>();
         take_turn();
         pass_turn();
         mbarrier_wait(smem.k_full(k_cursor.stage), k_cursor.phase);
@@ -228,6 +244,7 @@ struct Consumer {
         start_scores(s);
         pass_turn();
         options.template read<false>(p, block * Plan::kBlockN);
+        take_staged();
         wgmma_wait_group<0>();
         release_k();
         update_softmax<false>(s, apply_score_and_mask<kMasked>(s, block));
@@ -245,6 +262,7 @@ struct Consumer {
         start_output(o);
         pass_turn();
         options.template read<false>(p, block * Plan::kBlockN);
+        take_staged();
         wgmma_wait_group<1>();
         release_k();
         update_softmax<kLate>(s, apply_score_and_mask<kMasked>(s, block));

@@ -37,13 +37,20 @@ inline constexpr int kOWarpBytes = Plan::kOutPanels * OTile::kBytes;
 inline constexpr int kOBytes = kConsumerWarps * kOWarpBytes;
 inline constexpr int kQPlace = Plan::kOutInQ ? max_of(kQBytes, kOBytes / kConsumers) : kQBytes;
 inline constexpr int kQEnd = Plan::kQSlots * kConsumers * kQPlace;
-inline constexpr int kRingEnd = kQEnd + Plan::kStages * (kKBytes + kVBytes);
+// With kStaged each warpgroup has room for a block of an array of the caller's, in panels of its 64
+// queries.
+inline constexpr int kStagedPanels = Plan::kStaged ? Plan::kBlockN / 64 : 0;
+inline constexpr int kStagedBytes = kStagedPanels * kQPanel;
+static_assert(!Plan::kStaged || Plan::kBlockN % 64 == 0, "whole panels");
+inline constexpr int kStagedBegin = kQEnd + Plan::kStages * (kKBytes + kVBytes);
+inline constexpr int kRingEnd = kStagedBegin + kConsumers * kStagedBytes;
 inline constexpr int kBarriers = kRingEnd + (Plan::kOutInQ ? 0 : kOBytes);
 inline constexpr bool kByTma = Plan::kStoreBytes == 16;  // the output leaves by a tensor map
 inline constexpr int kPieceSlots = 2;
 static_assert(Plan::kQSlots == 1 || Plan::kQSlots == kPieceSlots, "a piece's queries go with it");
 inline constexpr int kQPlaces = Plan::kQSlots * kConsumers;
-inline constexpr int kNumBarriers = 4 + 2 * kQPlaces + 5 * Plan::kStages;
+inline constexpr int kStagedBarriers = 4 + 2 * kQPlaces + 5 * Plan::kStages;
+inline constexpr int kNumBarriers = kStagedBarriers + (Plan::kStaged ? 2 * kConsumers : 0);
 inline constexpr int kPieces = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
 inline constexpr int kPieceBytes = Plan::kBlockMap ? 128 : 96;
 static_assert(kPieces + kPieceBytes + 1024 == Plan::kSmemBytes,
@@ -114,6 +121,9 @@ struct Shared {
         return Plan::kOutInQ ? q(warp / 4) + warp % 4 * kOWarpBytes
                              : base + kRingEnd + warp * kOWarpBytes;
     }
+    __device__ __forceinline__ u32 staged(int group) const {
+        return base + kStagedBegin + group * kStagedBytes;
+    }
     __device__ __forceinline__ u32 barrier(int n) const { return base + kBarriers + 8 * n; }
     __device__ __forceinline__ u32 piece_full(int slot) const { return barrier(slot); }
     __device__ __forceinline__ u32 piece_empty(int slot) const { return barrier(2 + slot); }
@@ -129,6 +139,12 @@ struct Shared {
     __device__ __forceinline__ u32 v_full(int stage) const { return ring(2, stage); }
     __device__ __forceinline__ u32 v_empty(int stage) const { return ring(3, stage); }
     __device__ __forceinline__ u32 v_clean(int stage) const { return ring(4, stage); }
+    __device__ __forceinline__ u32 staged_full(int group) const {
+        return barrier(kStagedBarriers + group);
+    }
+    __device__ __forceinline__ u32 staged_empty(int group) const {
+        return barrier(kStagedBarriers + kConsumers + group);
+    }
     __device__ __forceinline__ SharedValue<Piece> piece(int slot) const {
         return {base + kPieces + 16 * slot};
     }
@@ -163,6 +179,10 @@ struct Shared {
             mbarrier_init(v_empty(stage), kConsumerWarps + kCleaners);
             mbarrier_init(v_clean(stage), max_of(1, kCleaners));
         }
+        for (int group = 0; Plan::kStaged && group < kConsumers; ++group) {
+            mbarrier_init(staged_full(group), 1);
+            mbarrier_init(staged_empty(group), kWarpgroupSize / kWarpSize);
+        }
         for (int slot = 0; slot < kPieceSlots; ++slot) {
             store_shared(failed(slot), 0);
             for (int n = 0; n < 2; ++n) store_shared(dirty(slot) + 4 * n, 0);
@@ -193,12 +213,12 @@ struct Loader {
     }
     template <int kCount>
     __device__ __forceinline__ void load(u32 to, int panel_bytes, const TensorMap& map, u32 bar,
-                                         int row) const {
+                                         int row, int col = 0) const {
         mbarrier_arrive_expect_tx(bar, kCount * panel_bytes);
 #pragma unroll
         for (int panel = 0; panel < kCount; ++panel)
-            tma_load(to + panel * panel_bytes, map, bar, 64 * panel, row, int(head), int(inner),
-                     int(outer));
+            tma_load(to + panel * panel_bytes, map, bar, col + 64 * panel, row, int(head),
+                     int(inner), int(outer));
     }
 };
 
@@ -346,12 +366,32 @@ struct Pieces {
     }
 };
 
-// A warp that loads queries, for each warpgroup as soon as it is done with its last ones.
+// A warp that loads queries, for each warpgroup as soon as it is done with its last ones; with
+// kStaged then what belongs to these and a block of keys, block after block.
 struct QueryProducer {
     const Params& p;
     const Shared smem;
+    u32 staged_phase = 1;
 
-    __device__ __forceinline__ void run() const {
+    // (A template, as other kernels' parameters have no such map.)
+    template <class Any>
+    __device__ __forceinline__ void load_staged(const Any& p, const Pieces& pieces,
+                                                const Loader& loader) {
+        const int first_row = pieces.current().first_row;
+#pragma unroll 1
+        for (int n = pieces.keys().end - 1; n >= pieces.keys().begin; --n, staged_phase ^= 1) {
+            const int col = pieces.block_at(n) * Plan::kBlockN;
+#pragma unroll 1
+            for (int group = 0; group < kConsumers; ++group) {
+                mbarrier_wait(smem.staged_empty(group), staged_phase);
+                if (lane_id() == 0)
+                    loader.load<kStagedPanels>(smem.staged(group), kQPanel, p.staged_map,
+                                               smem.staged_full(group), first_row + 64 * group, col);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void run() {
         Pieces pieces{smem};
 #pragma unroll 1
         for (; pieces.wait(); pieces.release()) {
@@ -365,6 +405,7 @@ struct QueryProducer {
                     loader.load<kPanels>(smem.q(place), kQPanel, p.q_map, smem.q_full(place),
                                          piece.first_row + 64 * group);
             }
+            if constexpr (Plan::kStaged) load_staged(p, pieces, loader);
         }
     }
 };

@@ -26,7 +26,7 @@ from cuflash.plan import CPP_TYPES, Plan
 from cuflash.problem import Band, Problem
 from cuflash.score import Arg, Expr, element
 from cuflash.score_bounds import largest
-from cuflash.score_rows import pairable
+from cuflash.score_rows import pairable, stageable
 from cuflash.score_text import Gradient
 
 pytestmark = pytest.mark.skipif(
@@ -75,7 +75,11 @@ class Point:
         if self.kind == "hopper":
             args = () if problem.program is None else problem.program.args
             paired = tuple(n for n, arg in enumerate(args) if pairable(arg))
-            return sm90.forward_plan(problem, device, access, paired=paired)
+            # Of one dtype's.
+            staged = [n for n in paired if stageable(args[n]) and problem.dtype == "bfloat16"]
+            return sm90.forward_plan(
+                problem, device, access, paired=paired, staged=staged[0] if staged else None
+            )
         if self.kind in ("forward", "stats"):
             return portable.forward_plan(problem, device, access, stats=self.kind == "stats")
         need, order = self.kind.split()

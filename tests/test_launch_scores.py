@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from launches import TILE, arrays_of, gpu_side  # noqa: F401
+from launches import TILE, arrays_of, gpu_side, mapped  # noqa: F401
 from test_plan import problem_of
 
 from cuflash import edge
@@ -135,6 +135,36 @@ def test_pairs_of_keys_are_read_at_once_where_they_are_aligned(gpu_side):
     odd = replace(problem_of(length=63), program=program)
     problem, arrays = odd, arrays_of(cupy, odd)
     assert not paired(memory[:, :, :63, :63])
+
+
+def test_biases_that_a_tensor_map_describes_come_by_one(gpu_side):
+    """Of another array another map, in the same preparation."""
+    cupy, _, launch = gpu_side
+    program = program_of(lambda s, i, j: s + Expr(element(0, BIAS)), [BIAS])
+    problem = replace(problem_of(length=64), program=program)
+    arrays = arrays_of(cupy, problem)
+
+    def starts(*biases):
+        launch.log.clear()
+        views = [cupy.ndarray(None, base=bias) for bias in biases]
+        for view in views:
+            launch.forward(problem, *arrays, extras=Extras((view,)))
+        plans = {plan for plan, *_ in launch.log}
+        if not all(plan["kStaged"] for plan in plans):
+            return None
+        assert len(plans) == 1
+        found = [mapped(fields["staged_map"]) for *_, fields in launch.log]
+        assert [start for *_, start in found] == [view.data.ptr for view in views]
+        return found
+
+    memory = np.zeros((2, 1, 2, 64, 136), np.float16)
+    memory = memory[..., (-memory.ctypes.data % 16) // 2 :]
+    first, second = starts(memory[0, ..., :64], memory[1, ..., 64:128])
+    assert first[:2] == second[:2]
+    assert starts(np.broadcast_to(memory[0, :, :1, :1, :64], (1, 2, 64, 64))) is not None
+    assert starts(memory[0, ..., 2:66]) is None  # it starts between two pieces of 16 bytes
+    rows = memory.reshape(-1)[: 2 * 64 * 68].reshape(1, 2, 64, 68)[..., :64]
+    assert starts(rows) is None  # and so do its rows
 
 
 def test_heads_that_share_a_bias_start_their_blocks_together(gpu_side):

@@ -86,7 +86,7 @@ def test_more_work_than_32_bits_count_is_an_error(gpu_side):
     plan = sm90.forward_plan(problem_of(), HOPPER, Access(16, 16))
     problem = problem_of(length=192 * 2**16, batch=(2**8, 2**8))
     with pytest.raises(NotImplementedError, match="8589934592 pieces of work"):
-        launch._sm90_step(problem, HOPPER, plan, launch.Operands(), None, None, None, None, None)
+        launch._sm90_step(problem, HOPPER, plan, launch.Operands(), *[None] * 6)
 
 
 def test_a_stream_has_one_counter(gpu_side, monkeypatch):

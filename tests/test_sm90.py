@@ -203,6 +203,39 @@ def test_capped_scores_that_grow(hopper, dtype, more, cap):
     score_cases.check(hopper, case, arrays, options)
 
 
+STAGED = (
+    dict(bias=(1, 1)), dict(bias=(2, 4), causal=True), dict(bias=(2, 1), window=(100, 40)),
+    dict(bias=(1, 4), mask=True), dict(bias=(2, 4), alibi=True, causal=True),
+    dict(bias=(1, 1), softcap=True, dropout=True), dict(bias=(1, 4), block_map=True, causal=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", (40, 128, 256))
+@pytest.mark.parametrize("more", STAGED, ids=str)
+@pytest.mark.parametrize("lengths", ((330, 296), (64, 1024), (700, 136)))
+def test_biases_that_come_by_tensor_maps(hopper, dim, more, lengths):
+    """Broadcast over batches or heads, lengths that end within blocks, pieces without rows."""
+    rows, cols = lengths
+    band = {name: more[name] for name in ("causal", "window") if name in more}
+    dtype = "float16" if dim % 128 else "bfloat16"
+    case = Case(rows, cols, dim, dim, 4, 2, (2,), (2,), (2,), dtype=dtype, seed=dim, **band)
+    rng, options = np.random.default_rng(dim), {}
+    shape = (*more["bias"], rows, cols)
+    options["bias"] = rng.standard_normal(shape).astype(np_dtype(("bfloat16", "float16")[rows % 3]))
+    if "mask" in more:
+        options["mask"] = rng.random((rows, cols)) < 0.8
+    if "alibi" in more:
+        options["alibi_slopes"] = rng.uniform(-0.1, 0.5, 4).astype(np.float32)
+    if "softcap" in more:
+        options["softcap"] = 5.0
+    if "dropout" in more:
+        options.update(dropout_p=0.25, seed=3)
+    if "block_map" in more:
+        kinds = rng.integers(0, 3, (-(-rows // 128), -(-cols // 128))).astype(np.uint8)
+        options["block_map"] = cuflash.BlockMap(kinds, (128, 128))
+    score_cases.check(hopper, case, options=options)
+
+
 @pytest.mark.parametrize("causal", (False, True))
 def test_forward_in_a_graph(hopper, causal):
     """Captured once, replayed on other data, while the pool hands out what was free at capture."""

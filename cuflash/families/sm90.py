@@ -80,6 +80,7 @@ BAND_REGISTERS = 24  # so has a band, and the band's ends
 SINGLE_REGISTERS = 8  # there, of arrays that are read element by element
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
 LONG_REGISTERS = 48  # where a pair takes many instructions
+FEW_ARRAYS = 5  # beside which a staged one takes no registers of its own
 LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
 MAP_LONG_KEYS = 32
 SMEM = 227 * 1024
@@ -107,7 +108,7 @@ def reject(problem, device, access) -> str | None:
     return None
 
 
-def _score_tile(problem, options, paired) -> Tile:
+def _score_tile(problem, options, paired, staged) -> Tile:
     """With options on scores: the widest whose registers hold all of it, else the narrowest."""
     long_keys = LONG_KEYS if problem.block_map is None else MAP_LONG_KEYS
     tiles = [
@@ -117,17 +118,27 @@ def _score_tile(problem, options, paired) -> Tile:
         tiles = [tile for tile in tiles if MAP_UNIT % tile.block_n == 0]
     if score_rows.reads_bits(options):  # from one word, while there is room
         tiles = [tile for tile in tiles if 128 % tile.block_n == 0 or tile.block_m == 64]
+    if staged is not None:
+        tiles = [*filter(stages, tiles), *tiles]
     for tile in tiles:
-        if takes(problem, tile, options, paired) and forward_smem(problem, tile)[0] <= SMEM:
+        held = staged is not None and stages(tile)
+        own = staged if held else None
+        fits = takes(problem, tile, options, paired, own)
+        if fits and forward_smem(problem, tile, held)[0] <= SMEM:
             return tile
     return tiles[-1]
 
 
-def forward_tile(problem, paired=()) -> Tile:
+def stages(tile: Tile) -> bool:
+    """Whether blocks of an array of the caller's can come by way of shared memory: whole panels."""
+    return tile.block_n % 64 == 0
+
+
+def forward_tile(problem, paired=(), staged=None) -> Tile:
     """The table's tile for a problem: by the keys that a query sees at most."""
     options = Options.of(problem)
     if options:
-        return _score_tile(problem, options, paired)
+        return _score_tile(problem, options, paired, staged)
     table = FORWARD_TILES if problem.block_map is None else MAP_TILES
     rows = (
         row for (dim, dim_v), row in table.items()
@@ -158,12 +169,16 @@ def registers(problem, tile: Tile) -> tuple[int, int]:
     return (MAP_SCORE_REGISTERS if listed else REGISTERS)[tile.block_m // 64]
 
 
-def takes(problem, tile: Tile, options=None, paired=()) -> bool:
-    """Whether a consumer's registers hold scores, weights and output, and what options need."""
+def takes(problem, tile: Tile, options=None, paired=(), staged=None) -> bool:
+    """Whether a consumer's registers hold scores, weights and output, and what options need. What a
+    ``staged`` argument's elements take was found to be free beside few others: no addresses are
+    held.
+    """
     accumulators = (tile.block_n + tile.block_n // 2 + round_up(problem.head_dim_v, 16)) // 2
     others = OTHER_REGISTERS
     if options:
-        others += score_rows.ahead_registers(options, paired, tile.block_n // 8)
+        own = paired if len(options.args) > FEW_ARRAYS else [n for n in paired if n != staged]
+        others += score_rows.ahead_registers(options, own, tile.block_n // 8)
         others += SCORE_REGISTERS + score_rows.query_registers(options)
         singles = sum(
             arg.kind == "grid" and arg.along[1] and n not in paired and arg.dtype != BITS
@@ -181,17 +196,19 @@ def takes(problem, tile: Tile, options=None, paired=()) -> bool:
     return accumulators + others <= registers(problem, tile)[1]
 
 
-def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
+def forward_smem(problem, tile: Tile, staged: bool = False) -> tuple[int, int, int, bool]:
     """Bytes of shared memory of fwd_sm90.cu; for how many pieces it holds queries; how many panels
     of the output it holds at a time; whether these take q's place, where none fits beside it.
+    ``staged``: with a block of another array for each warpgroup.
     """
     panels, panels_v = (round_up(d, 64) // 64 for d in (problem.head_dim, problem.head_dim_v))
     groups = tile.block_m // 64
     panel = WARPGROUP_ROWS * 128  # bytes of 64 rows
     ring = tile.stages * tile.block_n * 128 * (panels + panels_v)
+    ring += groups * panel * (tile.block_n // 64) * staged
 
     def total(q_slots, held):
-        barriers = 8 * (4 + 2 * q_slots * groups + 5 * tile.stages)
+        barriers = 8 * (4 + 2 * groups * (q_slots + staged) + 5 * tile.stages)
         pieces = 96 if problem.block_map is None else 128
         return groups * panel * held + ring + round_up(barriers, 16) + pieces + 1024
 
@@ -204,10 +221,12 @@ def forward_smem(problem, tile: Tile) -> tuple[int, int, int, bool]:
 
 
 def forward_plan(
-    problem, device, access, *, tile: Tile | None = None, paired: tuple[int, ...] = ()
+    problem, device, access, *, tile: Tile | None = None, paired: tuple[int, ...] = (),
+    staged: int | None = None,
 ) -> Plan:
     """The plan of fwd_sm90.cu. ``paired``: the program's arguments that can be read two keys at a
-    time (launch_extras.Operands.paired).
+    time; ``staged``: of these, the one whose blocks can be loaded as keys are
+    (launch_extras.Operands).
 
     Raises
     ------
@@ -216,11 +235,13 @@ def forward_plan(
     """
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
     options = Options.of(problem)
-    given, tile = tile, forward_tile(problem, paired) if tile is None else tile
-    smem, q_slots, out_panels, out_in_q = forward_smem(problem, tile)
+    given, tile = tile, forward_tile(problem, paired, staged) if tile is None else tile
+    if not stages(tile) or forward_smem(problem, tile, staged is not None)[0] > SMEM:
+        staged = None
+    smem, q_slots, out_panels, out_in_q = forward_smem(problem, tile, staged is not None)
     consumers = tile.block_m // 64
     producer_registers, consumer_registers = registers(problem, tile)
-    if given is not None and not takes(problem, tile, options, paired):
+    if given is not None and not takes(problem, tile, options, paired, staged):
         raise NotImplementedError(
             f"{tile} needs more than {consumer_registers} registers a thread for head_dim_v "
             f"{problem.head_dim_v}"
@@ -246,6 +267,7 @@ def forward_plan(
         ("kLazy", tile.lazy and (problem.bounded or hides(problem))),
         ("kSkip", tile.skip and problem.bounded and problem.block_map is None),
         ("kBlockMap", problem.block_map is not None),
+        ("kStaged", staged is not None),
         ("kProducerRegisters", producer_registers),
         ("kConsumerRegisters", consumer_registers),
         ("kSmemBytes", smem),
@@ -259,6 +281,6 @@ def forward_plan(
         smem,
         constants,
         products,
-        score_text.text(options, paired),
-        score_text.rows(options, forward=True) + block_lists.rows(problem),
+        score_text.text(options, paired, staged=staged),
+        score_text.rows(options, forward=True, staged=staged) + block_lists.rows(problem),
     )

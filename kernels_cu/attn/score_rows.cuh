@@ -5,6 +5,7 @@
 //     Query, query(i)      what a query's pairs share
 //     first_key(query)     where its keys are counted from: its sequence, if several are packed
 //     Ahead, read_ahead()  elements of a block of keys, in registers before they are needed
+//     read_staged()        those that come by way of shared memory
 //     Elements, elements() those of a pair
 //     value, visible       of a pair; value<kNear>: where `near` allows; kAdds: in the product's
 //                          units, kChanges: in natural ones, kCapped: in those of log2
@@ -12,10 +13,26 @@
 //     reach, near          kReaches: how large arguments of tanh get, and up to which value value<true>
 //                          serves; below 0: nowhere
 #pragma once
+#include "../ptx/ldmatrix.cuh"
 #include "../tile/bits.cuh"
 #include "../tile/fragment.cuh"
 #include "program.cuh"
 #include "score_keys.cuh"
+
+// A warp's 16 rows of a matrix of 16-bit elements in shared memory, in panels of 64 columns and 64
+// rows in 128-byte swizzle: the words of a lane's two rows.
+template <int kTiles, class Element>
+__device__ __forceinline__ void read_panels(Two<Element> (&to)[2][kTiles], u32 rows) {
+    static_assert(sizeof(Element) == 2, "two neighbours are a word");
+    const int row = lane_id() % 16, turned = row % 8 ^ lane_id() / 16;
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+        u32 x[4];
+        ldmatrix_x4(x, rows + row * 128 + n / 8 * (64 * 128) + (n % 8 ^ turned) * 16);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) to[m % 2][n + m / 2].words[0] = x[m];
+    }
+}
 
 template <class Score, int kColTiles, bool kOptions = Score::kProgram> struct ScoreRows {
     using Scores = Fragment<float, 1, kColTiles>;
@@ -27,6 +44,7 @@ template <class Score, int kColTiles, bool kOptions = Score::kProgram> struct Sc
         return false;
     }
     __device__ __forceinline__ void drop(Scores&) const {}
+    __device__ __forceinline__ void read_staged(u32) {}
 };
 
 template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
@@ -70,6 +88,8 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
             Score::template read_ahead<false>(p, ahead, queries, first_key(col));
         if constexpr (Score::kDropout) dropout.keep(kept, first_row, col);
     }
+    // What a warp's queries have of a staged block, which begins there.
+    __device__ __forceinline__ void read_staged(u32 rows) { Score::read_staged(ahead, rows); }
     // f(score, query, half, n, r, key)
     template <class F>
     __device__ __forceinline__ void for_each(const Params& p, Scores& s, int col, F f) const {
