@@ -140,13 +140,13 @@ def _summed(x, shape):
 
 
 def _bytes(seed, b, h, i, j):
-    """Philox4x32-10's byte for each pair: key (seed), counter (j // 16, i, h, b)."""
+    """Philox4x32-7's byte for each pair: key (seed), counter (j // 16, i, h, b)."""
     mask = np.uint64(0xFFFFFFFF)
     zero = np.zeros(np.broadcast_shapes(i.shape, j.shape), np.uint64)
     c0, c1 = zero + (j // 16).astype(np.uint64), zero + i.astype(np.uint64)
     c2, c3 = zero + np.uint64(h), zero + np.uint64(b)
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
-    for _ in range(10):
+    for _ in range(7):
         x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (
             (y >> np.uint64(32)) ^ c1 ^ np.uint64(k0),
