@@ -80,7 +80,7 @@ BAND_REGISTERS = 24  # so has a band, and the band's ends
 SINGLE_REGISTERS = 8  # there, of arrays that are read element by element
 PACKED_REGISTERS = 8  # intervals of two queries, on top of those
 LONG_REGISTERS = 48  # where a pair takes many instructions
-FEW_ARRAYS = 5  # beside which a staged one takes no registers of its own
+FEW_ARRAYS = 4  # with dropout; beside these a staged one takes no registers of its own
 LONG_KEYS = 64  # of a block, then: all pairs of a lane are unrolled
 MAP_LONG_KEYS = 32
 SMEM = 227 * 1024
@@ -177,7 +177,8 @@ def takes(problem, tile: Tile, options=None, paired=(), staged=None) -> bool:
     accumulators = (tile.block_n + tile.block_n // 2 + round_up(problem.head_dim_v, 16)) // 2
     others = OTHER_REGISTERS
     if options:
-        own = paired if len(options.args) > FEW_ARRAYS else [n for n in paired if n != staged]
+        crowded = len(options.args) + options.dropout > FEW_ARRAYS
+        own = paired if crowded else [n for n in paired if n != staged]
         others += score_rows.ahead_registers(options, own, tile.block_n // 8)
         others += SCORE_REGISTERS + score_rows.query_registers(options)
         singles = sum(
