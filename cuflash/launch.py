@@ -20,7 +20,7 @@ from .families import choose, sm90
 from .launch_backward import backward
 from .launch_block_map import block_kinds, list_rest, list_words
 from .launch_extras import NONE, Operands
-from .launch_mask_bits import as_bits
+from .launch_spans import hidden
 from .launch_steps import BATCH_DIMS, Step
 from .plan import Plan, round_up
 from .score_text import Options
@@ -125,7 +125,7 @@ def _prepare(problem, device, arrays, operands, tile=None):
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
-    uneven = problem.bounded or problem.block_map is not None
+    uneven = problem.bounded or problem.lengths or problem.block_map is not None
     uneven = uneven or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
@@ -155,9 +155,9 @@ def _plans_of(problem, arrays, operands, tile):
     if len(problem.batch) > BATCH_DIMS:
         return steps.plans_of_outer(_plans_of, problem, arrays, operands, tile)
     device_id, starts = arrays[0].data.device_id, steps.starts_of(arrays)
-    problem, operands, first, _ = as_bits(problem, operands, device_id, False)
-    plans = [_ready(problem, device_id, arrays, starts, operands, tile).step.plan]
-    return plans if first is None else [*plans, first.plan]
+    masked = hidden(problem, operands, arrays[:3], False, tile)
+    ready = _ready(masked.problem, device_id, arrays, starts, masked.operands, tile)
+    return [ready.step.plan, *masked.plans]
 
 
 def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
@@ -197,7 +197,7 @@ def _forward(problem, arrays, operands, tile) -> None:
     device_id = q.data.device_id
     starts = steps.starts_of(arrays)
     if problem.program is not None:
-        masked = as_bits(problem, operands, device_id, False)
+        masked = hidden(problem, operands, arrays[:3], False, tile)
         masked.launch(device_id)
         problem, operands = masked.problem, masked.operands
     step, packed, mapped, ticket, options = _ready(
@@ -287,7 +287,7 @@ def explain(problem, q, k, v, extras=None):
     if len(problem.batch) > BATCH_DIMS:  # one of the launches that run in turn
         problem, (q, k, v), operands = next(steps.outer(problem, (q, k, v), operands))
     steps.check_aligned(q=q, k=k, v=v, **operands.arrays)
-    problem, operands, *_ = as_bits(problem, operands, device_id, False)
+    problem, operands, _ = hidden(problem, operands, (q, k, v), False)
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
     out = cupy.empty(shape, q.dtype)
     prepared, family, rejections = _prepare(problem, device, (q, k, v, out, None), operands)

@@ -32,6 +32,7 @@ class Operands:
     sums: dict = field(default_factory=dict)  # argument -> launch_gradients.Sums
     packing: Any = None  # of packed sequences
     block_map: Any = None  # a blockmap.MapView
+    lengths: Any = None  # of batch entries: attn/lengths.cuh
 
     @classmethod
     def of(cls, problem, extras) -> Operands:
@@ -127,7 +128,7 @@ class Operands:
         """The values of the rows that each launch writes."""
         found = [x.data.ptr for x in self.packing.intervals] if options.packed else []
         if not options:
-            return found
+            return [self.lengths.data.ptr] if options.lengths else found
         found += [self.first_batch]
         if options.packed:
             found += [x.data.ptr for x in self.packing.places]

@@ -16,7 +16,7 @@ from .launch_steps import Step
 from .plan import ITEM_BYTES
 from .score_text import Options
 
-# A graph writes its bits anew whenever it is launched, so that nobody else may have their memory.
+# A graph writes these anew whenever it is launched, so that nobody else may have their memory.
 _held_by_graphs: list = []
 
 
@@ -25,15 +25,18 @@ class Masked(NamedTuple):
 
     problem: Any
     operands: Any
-    step: Step | None = None
-    words: tuple = ()  # of the step: what each launch writes
+    steps: tuple = ()  # kernels in front, each with what a launch writes
+    made: Any = None  # the memory that they fill
+
+    @property
+    def plans(self) -> list:
+        return [step.plan for step, _ in self.steps]
 
     def launch(self, device_id: int) -> None:
-        if self.step is None:
-            return
-        if cupy.cuda.get_current_stream().is_capturing():
-            _held_by_graphs.append(self.operands.args[-1])
-        self.step.launch(device_id, *self.words)
+        if self.steps and cupy.cuda.get_current_stream().is_capturing():
+            _held_by_graphs.append(self.made)
+        for step, words in self.steps:
+            step.launch(device_id, *words)
 
 
 class _Ready(NamedTuple):
@@ -66,7 +69,7 @@ def as_bits(problem, operands, device_id: int, by_key: bool) -> Masked:
         sums={numbers[n]: replace(x, number=numbers[n]) for n, x in operands.sums.items()},
     )
     words = (bits.data.ptr, *operands.words(ready.options))
-    return Masked(ready.problem, then, ready.step, words)
+    return Masked(ready.problem, then, ((ready.step, words),), bits)
 
 
 def _prepare(problem, operands, device_id: int, by_key: bool):

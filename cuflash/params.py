@@ -201,6 +201,17 @@ TABLES = {
         ("shift", "i64"),
         ("bottom_right", "i32"),
     ],
+    "lengths": [
+        ("q_given", "in"),
+        ("k_given", "in"),
+        ("lengths", "out"),
+        ("q_given_strides", "strides"),
+        ("k_given_strides", "strides"),
+        ("batch_sizes", "sizes"),
+        ("seqlen_q", "i32"),
+        ("seqlen_k", "i32"),
+        ("count", "u32"),
+    ],
     "block_map": [
         ("kinds", "out"),
         *_SHAPE,

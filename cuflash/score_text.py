@@ -31,6 +31,7 @@ ELEMENTS = {
 }
 
 MAP_UNIT = 128
+LENGTHS = (("lengths", "in"),)  # what kLengths adds to a kernel's parameters: attn/lengths.cuh
 
 # Without any option. What would take part in arithmetic is never called.
 PLAIN = """\
@@ -83,6 +84,7 @@ class Options:
     scaled: bool = False
     # Whether sequences are packed: b, i and j are then what attn/interval.cuh says of a pair.
     packed: bool = False
+    lengths: bool = False  # of batch entries; without any other option
 
     @classmethod
     def of(cls, problem, *, stats=False, gradients=()) -> Options:
@@ -100,6 +102,7 @@ class Options:
             block,
             problem.program is not None or problem.sinks or problem.dropout or bool(block),
             problem.packed,
+            problem.lengths,
         )
 
     def __bool__(self) -> bool:
@@ -115,6 +118,7 @@ class Options:
         found += ["a block map, pair by pair"] if self.map_block else []
         found += ["sinks"] if self.sinks else []
         found += ["dropout"] if self.dropout else []
+        found += ["lengths, as the ends of queries and keys"] if self.lengths else []
         return "; ".join(found)
 
     @property
@@ -135,7 +139,7 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
     """What the options add to a kernel's table."""
     packed = (("q_intervals", "in"), ("k_intervals", "in")) if options.packed else ()
     if not options:
-        return packed
+        return LENGTHS if options.lengths else packed
     found = [*packed, ("first_batch", "word")]
     if options.packed:
         found += [("q_places", "in"), ("k_places", "in")]

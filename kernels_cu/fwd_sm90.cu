@@ -170,8 +170,9 @@ struct Consumer {
         if constexpr (!Score::kChanges) apply_scale_sign<Plan::kScaleSign>(s);
         options.template apply<kMasked || !Plan::kBlockMap>(p, s, n_block * Plan::kBlockN);
         if constexpr (!kMasked || (!Plan::kBand && !Plan::kTail)) return;
-        const auto visible = mask_of(p);
-        const int row = piece().first_row + 16 * warp, col = n_block * Plan::kBlockN;
+        const Piece piece = this->piece();
+        const auto visible = mask_of(p, piece.batch);
+        const int row = piece.first_row + 16 * warp, col = n_block * Plan::kBlockN;
         const auto hide = [&](auto seen) {
             s.for_each(row, col, [&](float& x, int i, int j) {
                 x = seen(i, j) ? x : -infinity<float>();
@@ -286,7 +287,8 @@ struct Consumer {
             if (Plan::kLate && own.full_end < own.end) own.full_end = max_of(own.full_end - 1, 0);
         } else if constexpr (Plan::kBand && Plan::kLate) {
             const int first = Piece::existing(piece.first_row + (Plan::kSkip ? row : 0));
-            own.full_end = min_of(own.full_end, last_key(p, first) / Plan::kBlockN);
+            const Lengths ends = lengths_of(p, piece.batch);
+            own.full_end = min_of(own.full_end, last_key(p, ends, first) / Plan::kBlockN);
         }
         return own;
     }
@@ -311,7 +313,7 @@ struct Consumer {
                                  .from_column(64 * panel);
         rows.dim = min_of(rows.dim, 64);
         const BlockRange range = pieces.keys();
-        const Visible<MaskFor<Plan::kBand>, Score> visible{mask_of(p),
+        const Visible<MaskFor<Plan::kBand>, Score> visible{mask_of(p, piece.batch),
                                                            {p, piece.batch, piece.head}};
         if constexpr (Plan::kBlockMap) {
             for (int place = range.full_end; place < range.end; ++place)
@@ -352,24 +354,30 @@ struct Consumer {
         const int first_row = piece.first_row + 16 * warp;
         if (Plan::kBand && first_row < 0) return;
         softmax.finish();
+        // Rows behind the last query saw keys, since only masked steps look.
+        const int end = lengths_of(p, piece.batch).seqlen_q;
+        const auto exists = [&](int q) { return first_row + 8 * q + lane_id() / 4 < end; };
         if (p.lse != nullptr && lane_id() % 4 == 0) {
             float* lse =
                 head_start<float>(p.lse, p.lse_strides, p.batch_sizes, piece.batch, piece.head);
             for (int q = 0; q < 2; ++q) {
                 const int row = first_row + 8 * q + lane_id() / 4;
-                if (row < p.seqlen_q) lse[row * p.lse_strides.row] = this->lse(q);
+                if (row < p.seqlen_q)
+                    lse[row * p.lse_strides.row] =
+                        !Plan::kLengths || exists(q) ? this->lse(q) : -infinity<float>();
             }
         }
         const float inverse[2] = {inverse_sum(0), inverse_sum(1)};
         float check[2] = {0, 0};  // NaN where an output is not finite
         o.for_each_row([&](float& x, int q) {
             x *= inverse[q];
+            if constexpr (Plan::kLengths) x = exists(q) ? x : 0.f;
             check[q] = fma_of(x, 0.f, check[q]);
         });
         if constexpr (Plan::kLate || Plan::kLazy) {
             bool failed = false;
             for (int q = 0; q < 2; ++q)
-                failed |= check[q] != 0 && first_row + 8 * q + lane_id() / 4 < p.seqlen_q;
+                failed |= check[q] != 0 && exists(q);
             if (failed && !piece.exact()) store_shared(smem.failed(pieces.cursor.stage), 1);
         }
         const bool dirty = kCleaners > 0 && is_dirty();

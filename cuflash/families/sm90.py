@@ -226,12 +226,14 @@ def forward_plan(
             f"{problem.head_dim_v}"
         )
     sign = (problem.scale > 0) - (problem.scale < 0)
+    tail = problem.seqlen_k % tile.block_n != 0
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kScaleSign", sign),
         ("kBand", problem.bounded),
         ("kIntervals", problem.packed),
-        ("kTail", not problem.bounded and problem.seqlen_k % tile.block_n != 0),
+        ("kLengths", problem.lengths),
+        ("kTail", not problem.bounded and (tail or problem.lengths)),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
@@ -243,7 +245,7 @@ def forward_plan(
         ("kFused", tile.fused),
         ("kLate", tile.late),
         ("kTurns", tile.turns),
-        ("kLazy", tile.lazy and (problem.bounded or hides(problem))),
+        ("kLazy", tile.lazy and (problem.bounded or problem.lengths or hides(problem))),
         ("kSkip", tile.skip and problem.bounded and problem.block_map is None),
         ("kBlockMap", problem.block_map is not None),
         ("kProducerRegisters", producer_registers),

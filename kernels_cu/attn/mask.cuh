@@ -6,6 +6,7 @@
 #include "../tile/rows.cuh"
 #include "../types.cuh"
 #include "interval.cuh"
+#include "lengths.cuh"
 
 template <bool kBand> struct Mask {
     int lo, hi;  // the band, as in attn/band.cuh
@@ -51,11 +52,12 @@ struct IntervalMask {
 template <bool kBand>
 using MaskFor = typename Select<Plan::kIntervals, IntervalMask, Mask<kBand>>::type;
 template <bool kBand = Plan::kBand, class Params>
-__device__ __forceinline__ MaskFor<kBand> mask_of(const Params& p) {
+__device__ __forceinline__ MaskFor<kBand> mask_of(const Params& p, u32 batch) {
+    // Equal reads are one.
     if constexpr (Plan::kIntervals)
         return {p.q_intervals, p.k_intervals, p.seqlen_q, p.seqlen_k};
     else
-        return {p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        return {p.band_lo, p.band_hi, lengths_of(p, batch).seqlen_q, lengths_of(p, batch).seqlen_k};
 }
 
 // After products whose right operands had inf and NaN replaced by zero, since 0 * NaN is NaN and
