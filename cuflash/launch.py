@@ -287,7 +287,7 @@ def explain(problem, q, k, v, extras=None):
     if len(problem.batch) > BATCH_DIMS:  # one of the launches that run in turn
         problem, (q, k, v), operands = next(steps.outer(problem, (q, k, v), operands))
     steps.check_aligned(q=q, k=k, v=v, **operands.arrays)
-    problem, operands, _ = hidden(problem, operands, (q, k, v), False)
+    problem, operands, *_ = hidden(problem, operands, (q, k, v), False)
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
     out = cupy.empty(shape, q.dtype)
     prepared, family, rejections = _prepare(problem, device, (q, k, v, out, None), operands)
