@@ -31,6 +31,34 @@ class _Made(NamedTuple):
     event: Any
 
 
+class Spans:
+    """In place of a map, for one call: what the ids of segments say of each 32 neighbours (spans.cu).
+
+    Attributes
+    ----------
+    kinds : cupy.ndarray of int32 (*batch, 1, spans, 2)
+        The least and the largest; to launches its leading axes are a map's.
+    values : tuple
+        Lengths and places of a batch entry's queries and keys, as params.py has them.
+    """
+
+    def __init__(self, kinds, values):
+        self.kinds, self.values, self._lists = kinds, values, []
+
+    def lists(self, cut: Cut, backward: bool):
+        """Written on the current stream, and kept as long as this is."""
+        rows, row = cut.blocks[backward], row_length(cut, backward)
+        plan, count = portable.span_lists_plan(cut, backward), math.prod(self.kinds.shape[:-2])
+        array = cupy.empty((count, rows, row), np.int32)
+        self._lists.append(array)
+        if cupy.cuda.get_current_stream().is_capturing():
+            _held_by_graphs.append(array)
+        blocks = -(-count * rows * 32 // plan["kThreads"])
+        step = Step.of(plan, blocks, *self.values, *(cut.band or (0, 0)), rows, row)
+        step.launch(array.data.device_id, self.kinds.data.ptr, array.data.ptr)
+        return array
+
+
 def cut_of(problem, plan, backward=False) -> Cut:
     """How a plan's kernel cuts a problem."""
     band, program = problem.band, problem.program
@@ -83,6 +111,8 @@ def _strides(view, cut: Cut, backward: bool) -> list[int]:
 
 def _lists(block_map, cut: Cut, backward: bool):
     """A map's lists for a kernel, made now or before."""
+    if isinstance(block_map, Spans):
+        return block_map.lists(cut, backward)
     stream = cupy.cuda.get_current_stream()
     number, capturing = steps.stream_id(stream), stream.is_capturing()
     found = block_map._made.get((cut, backward))

@@ -1,5 +1,5 @@
-"""Lengths of batch entries in large calls: ends of the queries and keys that kernels visit, in place of
-a mask that is looked at pair by pair.
+"""Lengths and segments of large calls: which keys and blocks kernels visit, in place of a mask that is
+looked at pair by pair.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ import math
 
 from .score import symbol
 
-# From so many pairs of all heads on: estimates of where skipped blocks pay for the kernel in front.
-LENGTH_PAIRS = 1 << 22
+# From so many pairs of all heads on: estimates of where skipped blocks pay for the kernels in front;
+# and of so many keys, sixteen blocks.
+LENGTH_PAIRS, SEGMENT_PAIRS, SEGMENT_KEYS = 1 << 22, 1 << 24, 2048
+# Beyond, score functions and lists of blocks need more registers than there are: forward, backward.
+SEGMENT_DIMS = 192, 128
 
 
 def pairs(problem) -> int:
@@ -49,3 +52,18 @@ def lengths(problem) -> tuple:
             return ()
         ends[place] = end.value
     return tuple(ends.get(symbol(x)) for x in "ij") if ends else ()
+
+
+def segments(problem, backward: bool) -> bool:
+    """Whether equal ids of queries and keys, the program's two arguments, alone let pairs through, and
+    kernels have what walking along lists of blocks takes.
+    """
+    terms = conditions(problem)
+    if len(terms) != 1 or terms[0].op != "equal":
+        return False
+    sides = [(x.op, x.value) for x in terms[0].operands] == [("element", 0), ("element", 1)]
+    along = [arg.along for arg in problem.program.args]
+    fits = max(problem.head_dim, problem.head_dim_v) <= SEGMENT_DIMS[backward]
+    large = pairs(problem) >= SEGMENT_PAIRS and problem.seqlen_k >= SEGMENT_KEYS
+    even = problem.seqlen_k % 2 == 0  # ids of two keys are one read
+    return sides and along == [(True, False), (False, True)] and fits and large and even
