@@ -3,9 +3,7 @@
 //
 // A thread has one id, a warp 32 neighbours of one batch entry: queries, up to a multiple of 32, then
 // keys.
-#include "ptx/cvt.cuh"
-#include "ptx/misc.cuh"
-#include "tile/rows.cuh"
+#include "attn/program.cuh"
 
 template <class Given>
 __device__ __forceinline__ int id_at(const void* given, const Strides& strides, i64 stride,

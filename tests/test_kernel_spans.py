@@ -1,15 +1,19 @@
-"""Lengths on the host: the kernel that reads them, the blocks that then meet, and backward's turns; the
-same source compiled as C++.
+"""Lengths and segments on the host: the kernels that read them, the blocks that then meet, and backward's
+turns; the same source compiled as C++.
 """
 
 import itertools
+import re
 import subprocess
 
 import numpy as np
 import pytest
 from test_kernel_dropout import COMPILER, PRELUDE
 
-from cuflash import params, source
+from cuflash import block_lists, params, source
+from cuflash.block_lists import Cut
+from cuflash.families import portable
+from cuflash.plan import round_up
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the host")
 
@@ -198,3 +202,152 @@ def test_turns_never_wait_for_each_other(blocks):
                     queues[n].pop(0)
                     done[m] += 1
             queues = {n: steps for n, steps in queues.items() if steps}
+
+
+# ---- segments --------------------------------------------------------------------------------------
+
+WARPS = r"""
+template <class F> int reduced(int mine, F f) {
+    warp.values[threadIdx.x % 32] = mine;
+    warp.meet();
+    int found = mine;
+    for (unsigned x : warp.values) found = f(found, int(x));
+    warp.meet();
+    return found;
+}
+int __reduce_min_sync(unsigned, int x) { return reduced(x, [](int a, int b) { return a < b ? a : b; }); }
+int __reduce_max_sync(unsigned, int x) { return reduced(x, [](int a, int b) { return a > b ? a : b; }); }
+unsigned __ballot_sync(unsigned, bool mine) {
+    return reduced(int(unsigned(mine) << threadIdx.x % 32), [](int a, int b) { return a | b; });
+}
+int __popc(unsigned x) { return __builtin_popcount(x); }
+inline constexpr int kWarpSize = 32;
+template <class F> void each_warp(int blocks, int threads, F f) {
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (int first = 0; first < threads; first += 32) {
+            std::vector<std::thread> lanes;
+            for (int lane = 0; lane < 32; ++lane)
+                lanes.emplace_back([=] { threadIdx.x = first + lane, f(); });
+            for (auto& lane : lanes) lane.join();
+        }
+}
+template <class X> std::vector<X> load(std::size_t count) {
+    std::vector<X> found(count);
+    std::fread(found.data(), sizeof(X), count, stdin);
+    return found;
+}
+"""
+SPANS = r"""
+int main() {
+    const auto q = load<Plan::GivenQ>(BATCH * LENGTH_Q);
+    const auto k = load<Plan::GivenK>(LENGTH_K);
+    std::vector<int> ids(BATCH * PITCH, -7), spans(BATCH * PITCH / 16, -7);
+    Params p{q.data(), k.data(), ids.data(), spans.data()};
+    p.q_given_strides.batch[2] = LENGTH_Q, p.q_given_strides.row = p.k_given_strides.col = 1;
+    for (int& size : p.batch_sizes) size = 1;
+    p.batch_sizes[2] = p.count = BATCH;
+    p.seqlen_q = LENGTH_Q, p.seqlen_k = LENGTH_K, p.first_key = FIRST_KEY, p.pitch = PITCH;
+    each_warp((BATCH * PITCH + 127) / 128, 128, [=] { ::spans(p); });
+    for (const auto* found : {&ids, &spans})
+        for (int x : *found) std::cout << x << ' ';
+    std::cout << '\n';
+}
+"""
+LISTS = r"""
+int main() {
+    const auto spans = load<int>(BATCH * PITCH / 16);
+    std::vector<int> lists(BATCH * ROWS * ROW, -7);
+    const Params p{spans.data(), lists.data(), LENGTH_Q, LENGTH_K, BATCH, FIRST_KEY, PITCH, LO, HI,
+                   ROWS, ROW};
+    each_warp((BATCH * ROWS + 3) / 4, 128, [=] { span_lists(p); });
+    for (int x : lists) std::cout << x << ' ';
+    std::cout << '\n';
+}
+"""
+BATCH, LENGTH_Q, LENGTH_K = 2, 333, 710
+FIRST_KEY = round_up(LENGTH_Q, 32)
+PITCH = FIRST_KEY + round_up(LENGTH_K, 32)
+SIZES = dict(BATCH=BATCH, LENGTH_Q=LENGTH_Q, LENGTH_K=LENGTH_K, FIRST_KEY=FIRST_KEY, PITCH=PITCH)
+
+
+def run_kernel(folder, plan, main, data, skip, before="", **sizes):
+    """What a kernel's host program prints of the arrays that it reads."""
+    parts = [HOST, source.unit("types.cuh", skip=skip), WARPS, plan.text(), before]
+    parts += [params.text(plan.params), source.unit(f"{plan.kernel}.cu", skip=("types.cuh", *skip))]
+    text = "\n".join([*parts, main]).replace("inline constexpr int kWarpSize = 32;", "", 1)
+    for name, value in {**SIZES, **sizes}.items():
+        text = re.sub(rf"\b{name}\b", str(value), text)
+    (folder / "kernel.cpp").write_text(text)
+    command = [COMPILER, "-std=c++17", "-O1", "-w", "-pthread", "kernel.cpp", "-o", "kernel"]
+    subprocess.run(command, cwd=folder, check=True)
+    done = subprocess.run([folder / "kernel"], input=data, check=True, capture_output=True)
+    return np.array(done.stdout.split(), int)
+
+
+def drawn_ids(kind):
+    """Sorted, as packed sequences have them, or not; with long runs, so that some blocks are full."""
+    rng = np.random.default_rng(len(kind))
+    q, k = (np.sort(rng.integers(0, 3, (rows, n))) for rows, n in ((BATCH, LENGTH_Q), (1, LENGTH_K)))
+    if kind == "unsorted":
+        q, k = (np.roll(x, 150, -1) for x in (q, k))
+        k[0, 5:40] = rng.integers(-9, 9, 35)
+    return q, k[0]
+
+
+def spans_of(q, k):
+    """(batch, PITCH / 32, 2)"""
+    found = []
+    for own in q:
+        parts = [x[n : n + 32] for x in (own, k) for n in range(0, len(x), 32)]
+        found.append([(x.min(), x.max()) for x in parts])
+    return np.array(found, np.int32)
+
+
+def test_ids_and_their_spans(tmp_path):
+    """Of any integers, saturated as scores read them; behind the end none."""
+    q, k = drawn_ids("unsorted")
+    q = q.astype(np.int64)
+    q[0, :3] = 1 << 40, -(1 << 40), 5
+    plan = portable.given_plan("spans", "int64", "int16")
+    program = (source.folder() / "attn/program.cuh").read_text()
+    start = program.index("template <class Int> __device__ __forceinline__ int read_int")
+    read_int = program[start : program.index("\n}\n", start) + 3]
+    rows = source.unit("tile/rows.cuh", skip=("types.cuh",))
+    data = q.tobytes() + k.astype(np.int16).tobytes()
+    found = run_kernel(tmp_path, plan, SPANS, data, ("attn/program.cuh",), rows + read_int)
+    ids, spans = found[: BATCH * PITCH].reshape(BATCH, PITCH), found[BATCH * PITCH :]
+    q = np.clip(q, -(1 << 31), (1 << 31) - 1)
+    assert np.array_equal(ids[:, :LENGTH_Q], q)
+    assert np.array_equal(ids[:, FIRST_KEY:][:, :LENGTH_K], np.broadcast_to(k, (BATCH, LENGTH_K)))
+    assert np.array_equal(spans.reshape(BATCH, -1, 2), spans_of(q, k))
+
+
+@pytest.mark.parametrize("kind", ("sorted", "unsorted"))
+@pytest.mark.parametrize("band", (None, (-400, 90)), ids=str)
+@pytest.mark.parametrize("backward, spread", ((False, False), (True, False), (True, True)))
+def test_lists(tmp_path, kind, band, backward, spread):
+    """Those that block_lists.py makes of the same kinds."""
+    q, k = drawn_ids(kind)
+    spans = spans_of(q, k)
+    cut = Cut(LENGTH_Q, LENGTH_K, 64, 128, band, True, spread)
+    units = spans[:, : FIRST_KEY // 32], spans[:, FIRST_KEY // 32 :]
+    (m, n) = ([(x[:, at : at + size, 0].min(1), x[:, at : at + size, 1].max(1))
+               for at in range(0, x.shape[1], size)] for x, size in zip(units, (2, 4)))  # fmt: skip
+    kinds = np.zeros((BATCH, len(m), len(n)), np.uint8)
+    for (a, (low, high)), (b, (first, last)) in itertools.product(enumerate(m), enumerate(n)):
+        full = (low == last) & (high == first)
+        kinds[:, a, b] = np.where(full, 2, (low <= last) & (first <= high))
+    assert set(kinds.flat) == {0, 1, 2}
+    want = block_lists.lists(np, kinds, (64, 128), cut, backward)
+    rows, row = want.shape[1:]
+    plan = portable.span_lists_plan(cut, backward)
+    low, high = band or (0, 0)
+    found = run_kernel(
+        tmp_path, plan, LISTS, spans.tobytes(), ("ptx/misc.cuh",),
+        ROWS=rows, ROW=row, LO=low, HI=high,
+    ).reshape(want.shape)  # fmt: skip
+    assert np.array_equal(found[..., :2], want[..., :2])
+    for got, should in zip(found.reshape(-1, row), want.reshape(-1, row)):
+        for start in (2, 2 + cut.blocks[0]) if backward else (2,):
+            visited = slice(start, start + should[0])
+            assert np.array_equal(got[visited], should[visited])

@@ -93,6 +93,15 @@ template <class Accum> __device__ __forceinline__ Accum read(f16 x) { return to_
 template <class Accum> __device__ __forceinline__ Accum read(bf16 x) { return to_float(x); }
 template <class Accum> __device__ __forceinline__ Accum read(float x) { return Accum(x); }
 template <class Accum> __device__ __forceinline__ Accum read(double x) { return Accum(x); }
+// Wider integers saturate: as lengths and positions they then mean what they meant.
+template <class Int> __device__ __forceinline__ int read_int(Int x) {
+    if constexpr (sizeof(Int) < 4) return int(x);
+    if constexpr (Int(-1) < Int(0)) {
+        const i64 wide = min_of(max_of(i64(x), -i64(0x80000000ll)), i64(0x7fffffffll));
+        return sizeof(Int) == 4 ? int(x) : int(wide);
+    }
+    return int(min_of(u64(x), u64(0x7fffffffull)));
+}
 
 // An index into an axis of `size`, negative ones counted from its end; -1 outside.
 __device__ __forceinline__ i64 wrapped(i64 index, i64 size) {

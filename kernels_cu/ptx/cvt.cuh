@@ -104,13 +104,3 @@ template <class T> __device__ __forceinline__ bool has_nonfinite(uint4 piece) {
         return (sum & 0x7fff7fffu) != 0;
     }
 }
-
-// Wider integers saturate: as lengths and positions they then mean what they meant.
-template <class Int> __device__ __forceinline__ int read_int(Int x) {
-    if constexpr (sizeof(Int) < 4) return int(x);
-    if constexpr (Int(-1) < Int(0)) {
-        const i64 wide = min_of(max_of(i64(x), -i64(0x80000000ll)), i64(0x7fffffffll));
-        return sizeof(Int) == 4 ? int(x) : int(wide);
-    }
-    return int(min_of(u64(x), u64(0x7fffffffull)));
-}
