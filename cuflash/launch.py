@@ -18,7 +18,7 @@ from . import launch_steps as steps
 from . import score_rows
 from .families import choose, sm90
 from .launch_backward import backward
-from .launch_block_map import block_kinds, list_rest, list_words
+from .launch_block_map import block_kinds, list_plans, list_rest, list_words
 from .launch_extras import NONE, Operands
 from .launch_spans import hidden
 from .launch_steps import BATCH_DIMS, Step
@@ -156,8 +156,9 @@ def _plans_of(problem, arrays, operands, tile):
         return steps.plans_of_outer(_plans_of, problem, arrays, operands, tile)
     device_id, starts = arrays[0].data.device_id, steps.starts_of(arrays)
     masked = hidden(problem, operands, arrays[:3], False, tile)
-    ready = _ready(masked.problem, device_id, arrays, starts, masked.operands, tile)
-    return [ready.step.plan, *masked.plans]
+    problem, operands = masked.problem, masked.operands
+    plan = _ready(problem, device_id, arrays, starts, operands, tile).step.plan
+    return [plan, *masked.plans, *list_plans(problem, plan, operands)]
 
 
 def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from . import launch_gradients as gradients
 from . import launch_steps as steps
 from .families import choose, portable, sm90_backward
-from .launch_block_map import list_rest, list_words
+from .launch_block_map import list_plans, list_rest, list_words
 from .launch_extras import Operands
 from .launch_spans import hidden
 from .launch_steps import BATCH_DIMS, Step
@@ -319,8 +319,11 @@ def _plans_of(problem, given, operands, deterministic, wanted, tile):
         )
     given = _Arrays(*given)
     masked = hidden(problem, operands, given[:4], True, tile)
-    kernels, _ = _ready(masked.problem, given, deterministic, wanted, masked.operands, tile)
-    return [*(step.plan for step in kernels.steps), *masked.plans]
+    problem, operands = masked.problem, masked.operands
+    kernels, _ = _ready(problem, given, deterministic, wanted, operands, tile)
+    lists = list_plans(problem, kernels.stats.plan, operands)
+    lists += list_plans(problem, kernels.main.plan, operands, backward=True)
+    return [*(step.plan for step in kernels.steps), *masked.plans, *lists]
 
 
 def _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv) -> _Arrays:

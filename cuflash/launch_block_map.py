@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
 
 from . import launch_steps as steps
 from .block_lists import Cut, lists, row_length
@@ -39,7 +40,7 @@ class Spans:
     kinds : cupy.ndarray of int32 (*batch, 1, spans, 2)
         The least and the largest; to launches its leading axes are a map's.
     values : tuple
-        Lengths and places of a batch entry's queries and keys, as params.py has them.
+        Lengths and places of batch entries' queries and keys, as params.py has them.
     """
 
     def __init__(self, kinds, values):
@@ -47,14 +48,18 @@ class Spans:
 
     def lists(self, cut: Cut, backward: bool):
         """Written on the current stream, and kept as long as this is."""
-        rows, row = cut.blocks[backward], row_length(cut, backward)
-        plan, count = portable.span_lists_plan(cut, backward), math.prod(self.kinds.shape[:-2])
+        rows, row, count = cut.blocks[backward], row_length(cut, backward), self.values[2]
+
+        def make():
+            plan = portable.span_lists_plan(cut, backward)
+            blocks = -(-count * rows * 32 // plan["kThreads"])
+            return Step.of(plan, blocks, *self.values, *(cut.band or (0, 0)), rows, row)
+
+        step = steps.prepared(("span lists", cut, backward, self.values), make)
         array = cupy.empty((count, rows, row), np.int32)
         self._lists.append(array)
         if cupy.cuda.get_current_stream().is_capturing():
             _held_by_graphs.append(array)
-        blocks = -(-count * rows * 32 // plan["kThreads"])
-        step = Step.of(plan, blocks, *self.values, *(cut.band or (0, 0)), rows, row)
         step.launch(array.data.device_id, self.kinds.data.ptr, array.data.ptr)
         return array
 
@@ -86,6 +91,14 @@ def list_words(problem, plan, operands, backward=False) -> tuple[int, ...]:
     strides = _strides(view, cut, backward)
     skipped = sum(n * stride for n, stride in zip(view.index, strides))
     return (array.data.ptr + skipped * array.itemsize,)
+
+
+def list_plans(problem, plan, operands, backward=False) -> list:
+    """The kernel that writes a launch's lists, if one does."""
+    view = operands.block_map
+    if view is None or not isinstance(view.owner, Spans):
+        return []
+    return [portable.span_lists_plan(cut_of(problem, plan, backward), backward)]
 
 
 def list_rest(problem, plan, operands, backward=False) -> list[int]:
