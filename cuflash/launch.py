@@ -20,7 +20,7 @@ from .families import choose, sm90
 from .launch_backward import backward
 from .launch_block_map import block_kinds, list_plans, list_rest, list_words
 from .launch_extras import NONE, Operands
-from .launch_spans import hidden
+from .launch_mask_bits import as_bits
 from .launch_steps import BATCH_DIMS, Step
 from .plan import Plan, round_up
 from .score_text import Options
@@ -155,10 +155,10 @@ def _plans_of(problem, arrays, operands, tile):
     if len(problem.batch) > BATCH_DIMS:
         return steps.plans_of_outer(_plans_of, problem, arrays, operands, tile)
     device_id, starts = arrays[0].data.device_id, steps.starts_of(arrays)
-    masked = hidden(problem, operands, arrays[:3], False, tile)
-    problem, operands = masked.problem, masked.operands
+    problem, operands, first, _ = as_bits(problem, operands, arrays[:3], False, tile)
     plan = _ready(problem, device_id, arrays, starts, operands, tile).step.plan
-    return [plan, *masked.plans, *list_plans(problem, plan, operands)]
+    plans = [plan, *list_plans(problem, plan, operands)]
+    return plans if first is None else [*plans, first.plan]
 
 
 def forward(problem, q, k, v, out, lse, tile=None, extras=None) -> None:
@@ -198,7 +198,7 @@ def _forward(problem, arrays, operands, tile) -> None:
     device_id = q.data.device_id
     starts = steps.starts_of(arrays)
     if problem.program is not None:
-        masked = hidden(problem, operands, arrays[:3], False, tile)
+        masked = as_bits(problem, operands, arrays[:3], False, tile)
         masked.launch(device_id)
         problem, operands = masked.problem, masked.operands
     step, packed, mapped, ticket, options = _ready(
@@ -288,7 +288,7 @@ def explain(problem, q, k, v, extras=None):
     if len(problem.batch) > BATCH_DIMS:  # one of the launches that run in turn
         problem, (q, k, v), operands = next(steps.outer(problem, (q, k, v), operands))
     steps.check_aligned(q=q, k=k, v=v, **operands.arrays)
-    problem, operands, *_ = hidden(problem, operands, (q, k, v), False)
+    problem, operands, *_ = as_bits(problem, operands, (q, k, v), False)
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
     out = cupy.empty(shape, q.dtype)
     prepared, family, rejections = _prepare(problem, device, (q, k, v, out, None), operands)

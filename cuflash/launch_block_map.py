@@ -32,35 +32,38 @@ class _Made(NamedTuple):
     event: Any
 
 
-class Spans:
-    """In place of a map, for one call: what the ids of segments say of each 32 neighbours (spans.cu).
+class Spans(NamedTuple):
+    """In place of a map, for one call: ids of segments, contiguous arrays of int32."""
 
-    Attributes
-    ----------
-    kinds : cupy.ndarray of int32 (*batch, 1, spans, 2)
-        The least and the largest; to launches its leading axes are a map's.
-    values : tuple
-        Lengths and places of batch entries' queries and keys, as params.py has them.
-    """
+    q: Any  # (*batch, L)
+    k: Any  # (*batch, S)
+    made: list  # lists, until the call is over
 
-    def __init__(self, kinds, values):
-        self.kinds, self.values, self._lists = kinds, values, []
+    @property
+    def kinds(self):
+        """As a map's, for its leading axes."""
+        return self.k[..., None, None, :]
 
-    def lists(self, cut: Cut, backward: bool):
-        """Written on the current stream, and kept as long as this is."""
-        rows, row, count = cut.blocks[backward], row_length(cut, backward), self.values[2]
+    def step(self, cut: Cut, backward: bool) -> Step:
+        """The kernel that writes lists."""
+        rows, count = cut.blocks[backward], self.k.size // cut.seqlen_k
 
         def make():
             plan = portable.span_lists_plan(cut, backward)
-            blocks = -(-count * rows * 32 // plan["kThreads"])
-            return Step.of(plan, blocks, *self.values, *(cut.band or (0, 0)), rows, row)
+            blocks = count * -(-rows * 32 // plan.threads)  # a warp a row
+            band = cut.band or (-cut.seqlen_q, cut.seqlen_k)
+            return Step.of(plan, blocks, *cut[:2], *band, rows, row_length(cut, backward))
 
-        step = steps.prepared(("span lists", cut, backward, self.values), make)
-        array = cupy.empty((count, rows, row), np.int32)
-        self._lists.append(array)
+        return steps.prepared(("span lists", cut, backward, count), make)
+
+    def lists(self, cut: Cut, backward: bool):
+        shape = self.k.size // cut.seqlen_k * cut.blocks[backward], row_length(cut, backward)
+        array = cupy.empty(shape, np.int32)
+        self.made.append(array)
         if cupy.cuda.get_current_stream().is_capturing():
             _held_by_graphs.append(array)
-        step.launch(array.data.device_id, self.kinds.data.ptr, array.data.ptr)
+        given = (x.data.ptr for x in (self.q, self.k, array))
+        self.step(cut, backward).launch(array.data.device_id, *given)
         return array
 
 
@@ -95,10 +98,9 @@ def list_words(problem, plan, operands, backward=False) -> tuple[int, ...]:
 
 def list_plans(problem, plan, operands, backward=False) -> list:
     """The kernel that writes a launch's lists, if one does."""
-    view = operands.block_map
-    if view is None or not isinstance(view.owner, Spans):
-        return []
-    return [portable.span_lists_plan(cut_of(problem, plan, backward), backward)]
+    owner = operands.block_map and operands.block_map.owner
+    cut = cut_of(problem, plan, backward)
+    return [owner.step(cut, backward).plan] if isinstance(owner, Spans) else []
 
 
 def list_rest(problem, plan, operands, backward=False) -> list[int]:

@@ -1,4 +1,6 @@
-"""Masks as bits on the GPU: the kernel in front of those that read them (mask_bits.py)."""
+"""Masks on the GPU as mask_bits.py would have them: lengths, ids with lists of blocks, or bits and the
+kernel in front of those that read them.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,15 @@ import numpy as np
 
 from . import launch_steps as steps
 from . import mask_bits
-from .families import portable
+from .blockmap import MapView
+from .families import portable, sm90
+from .launch_block_map import Spans
+from .launch_extras import Operands
 from .launch_steps import Step
 from .plan import ITEM_BYTES
-from .score_text import Options
+from .score_text import MAP_UNIT, Options
 
-# A graph writes these anew whenever it is launched, so that nobody else may have their memory.
+# A graph writes its bits anew whenever it is launched, so that nobody else may have their memory.
 _held_by_graphs: list = []
 
 
@@ -25,18 +30,15 @@ class Masked(NamedTuple):
 
     problem: Any
     operands: Any
-    steps: tuple = ()  # kernels in front, each with what a launch writes
-    made: Any = None  # the memory that they fill
-
-    @property
-    def plans(self) -> list:
-        return [step.plan for step, _ in self.steps]
+    step: Step | None = None
+    words: tuple = ()  # of the step: what each launch writes
 
     def launch(self, device_id: int) -> None:
-        if self.steps and cupy.cuda.get_current_stream().is_capturing():
-            _held_by_graphs.append(self.made)
-        for step, words in self.steps:
-            step.launch(device_id, *words)
+        if self.step is None:
+            return
+        if cupy.cuda.get_current_stream().is_capturing():
+            _held_by_graphs.append(self.operands.args[-1])
+        self.step.launch(device_id, *self.words)
 
 
 class _Ready(NamedTuple):
@@ -49,17 +51,27 @@ class _Ready(NamedTuple):
     options: Options  # of the step
 
 
-def as_bits(problem, operands, device_id: int, by_key: bool) -> Masked:
-    """A call with its masks as bits where that pays, else as it is. ``by_key``: words hold the
-    queries of a key, as backward reads them.
+def as_bits(problem, operands, inputs, by_key: bool, tile=None) -> Masked:
+    """A call with its masks as bits, or less, where that pays, else as it is. ``by_key``: words hold
+    the queries of a key, as backward reads them; ``inputs``: what tensor maps would describe.
     """
     program = problem.program
     if program is None or program.visible is None:
         return Masked(problem, operands)
-    key = ("mask bits", problem, device_id, by_key, operands.key())
-    ready = steps.prepared(key, lambda: _prepare(problem, operands, device_id, by_key))
+    device_id = inputs[0].data.device_id
+    shapes = steps.key_of(inputs, steps.starts_of(inputs))
+    key = ("mask bits", problem, device_id, by_key, tile is None, shapes, operands.key())
+
+    def make():
+        steps.check_aligned(**operands.arrays)
+        spans = tile is None and _spans(problem, inputs, by_key)
+        return spans or _prepare(problem, operands, device_id, by_key)
+
+    ready = steps.prepared(key, make)
     if not ready:
         return Masked(problem, operands)
+    if not isinstance(ready, _Ready):
+        return _spanned(*ready, operands)
     bits = cupy.empty(ready.shape, np.uint32)
     shared = cupy.broadcast_to(bits, (*problem.batch, problem.num_heads, *ready.shape[-2:]))
     numbers = {n: place for place, n in enumerate(ready.kept)}
@@ -69,7 +81,49 @@ def as_bits(problem, operands, device_id: int, by_key: bool) -> Masked:
         sums={numbers[n]: replace(x, number=numbers[n]) for n, x in operands.sums.items()},
     )
     words = (bits.data.ptr, *operands.words(ready.options))
-    return Masked(ready.problem, then, ((ready.step, words),), bits)
+    return Masked(ready.problem, then, ready.step, words)
+
+
+def _spans(problem, inputs, by_key: bool):
+    """(the problem with lengths or lists in the masks' place, the arguments that say these), or False
+    where there are more masks or Hopper's family, which alone has these, does not run the call.
+    """
+    numbers = mask_bits.spans(problem, by_key)
+    if not numbers:
+        return False
+    if problem.program.visible.op == "equal":
+        args = tuple(replace(arg, dtype="int32") for arg in problem.program.args)
+        program, block_map = replace(problem.program, args=args), (MAP_UNIT, MAP_UNIT)
+        changed = replace(problem, program=program, block_map=block_map)
+    else:
+        changed = replace(problem, program=None, lengths=True)
+    device = steps.device_facts(inputs[0].data.device_id)
+    access = steps.access_of(True, **dict(zip("qkvd", inputs)))
+    return sm90.reject(changed, device, access) is None and (changed, numbers)
+
+
+def _spanned(problem, numbers, operands) -> Masked:
+    ends, entries = (problem.seqlen_q, problem.seqlen_k), (..., 0, 0, 0)
+    if problem.lengths:
+        found = (n if n is None else _as_int32(operands.args[n][entries], 0, most)
+                 for n, most in zip(numbers, ends))  # fmt: skip
+        return Masked(problem, Operands(lengths=tuple(found)))
+    q, k = (_as_int32(operands.args[n][at], -(2**31), 2**31 - 1)
+            for n, at in zip(numbers, ((..., 0, slice(None), 0), (..., 0, 0, slice(None)))))
+    spans, grid = Spans(q, k, []), (*problem.batch, problem.num_heads, *ends)
+    args = tuple(cupy.broadcast_to(x, grid) for x in (q[..., None, :, None], spans.kinds))
+    return Masked(problem, replace(operands, args=args, block_map=MapView(spans.kinds, spans)))
+
+
+def _as_int32(x, least: int, most: int):
+    """Its numbers between the two, contiguous and on 8 bytes."""
+    if x.dtype == np.int32 and x.flags.c_contiguous and x.data.ptr % 8 == 0:
+        return x  # whose users look at the limits themselves
+    found = cupy.empty(x.shape, np.int32)
+    cupy.clip(x, least, most, found)
+    if cupy.cuda.get_current_stream().is_capturing():
+        _held_by_graphs.append(found)
+    return found
 
 
 def _prepare(problem, operands, device_id: int, by_key: bool):
@@ -77,7 +131,6 @@ def _prepare(problem, operands, device_id: int, by_key: bool):
     hopper = steps.device_facts(device_id).capability == 90 and ITEM_BYTES[problem.dtype] == 2
     if not hopper or not mask_bits.pays(problem, operands.args):
         return False
-    steps.check_aligned(**operands.arrays)
     own = mask_bits.own_axes(problem, operands.args)
     inner, part = operands.part(replace(problem, block_map=None), own)
     options = Options.of(inner)

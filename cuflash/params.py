@@ -46,14 +46,6 @@ _SHAPE = [
 ]
 _SECTION = [("section", "u32"), ("num_sectioned", "u32")]
 _BAND = [("band_lo", "i32"), ("band_hi", "i32")]
-# Ids of queries, then of keys, of each batch entry (spans.cu).
-_SPANS = [
-    ("seqlen_q", "i32"),
-    ("seqlen_k", "i32"),
-    ("count", "u32"),
-    ("first_key", "i32"),
-    ("pitch", "i32"),
-]
 # Statistics of each row of queries, (batch * head, 3, row) with stats_pitch rows: row_max, row_sum
 # (attn/stats.cuh), delta.
 _STATS = ("stats", "out")
@@ -209,31 +201,12 @@ TABLES = {
         ("shift", "i64"),
         ("bottom_right", "i32"),
     ],
-    "lengths": [
-        ("q_given", "in"),
-        ("k_given", "in"),
-        ("lengths", "out"),
-        ("q_given_strides", "strides"),
-        ("k_given_strides", "strides"),
-        ("batch_sizes", "sizes"),
+    "span_lists": [
+        ("q_ids", "in"),
+        ("k_ids", "in"),
+        ("lists", "out"),
         ("seqlen_q", "i32"),
         ("seqlen_k", "i32"),
-        ("count", "u32"),
-    ],
-    "spans": [
-        ("q_given", "in"),
-        ("k_given", "in"),
-        ("ids", "out"),
-        ("spans", "out"),
-        ("q_given_strides", "strides"),
-        ("k_given_strides", "strides"),
-        ("batch_sizes", "sizes"),
-        *_SPANS,
-    ],
-    "span_lists": [
-        ("spans", "in"),
-        ("lists", "out"),
-        *_SPANS,
         *_BAND,
         ("num_rows", "u32"),
         ("row_length", "i32"),

@@ -7,7 +7,6 @@
 //
 // kEmptyRows: dq_accum holds nothing for a block of so many queries that sees no key; its dq is 0.
 #include "attn/band.cuh"
-#include "attn/lengths.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/misc.cuh"
 #include "tile/fragment.cuh"

@@ -1,87 +1,71 @@
-// The lists of attn/block_map.cuh for segments: of a block's ids only the least and the largest are known
-// (spans.cu), so that blocks meet where these ranges do, and need no look where both are one id. In the
-// order of block_lists.lists in cuflash/block_lists.py; what lies behind a list's end is not written.
+// The lists of attn/block_map.cuh for segments: blocks meet where their ranges of ids do, and are full
+// where both are one id. What lies behind a list's end is not written.
 //
-// A warp writes a row, each lane looks at every 32nd block.
+// A thread block finds all ranges; then each warp writes a row, 32 blocks at a time.
 #include "attn/block_map.cuh"
-#include "ptx/misc.cuh"
 
 struct Span {
-    int first, last;  // ids, or rows; both included
+    int first, last;  // rows or ids
 };
-enum Kind { kEmpty, kPartial, kFull };
-
-// A batch entry's queries or keys.
-struct Side {
-    const int2* spans;  // of 32 neighbours each
-    int length;
-
-    template <int kBlock> __device__ __forceinline__ Span rows(int block) const {
-        return {block * kBlock, min_of((block + 1) * kBlock, length) - 1};
+__device__ __forceinline__ Span rows_of(int block, int size, int length) {
+    return {block * size, min_of((block + 1) * size, length) - 1};
+}
+__device__ __forceinline__ void find(Span* spans, const void* of, int size, int length, u32 batch) {
+    const int* ids = static_cast<const int*>(of) + i64(batch) * length;
+    for (int n = int(threadIdx.x); n < ceil_div(length, size); n += Plan::kThreads) {
+        const Span rows = rows_of(n, size, length);
+        Span all{ids[rows.first], ids[rows.first]};
+        for (int i = rows.first + 1; i <= rows.last; ++i)
+            all = {min_of(all.first, ids[i]), max_of(all.last, ids[i])};
+        spans[n] = all;
     }
-    __device__ __forceinline__ Span ids(const Span& rows) const {
-        Span all{spans[rows.first / 32].x, spans[rows.first / 32].y};
-        for (int n = rows.first / 32 + 1; n <= rows.last / 32; ++n)
-            all = {min_of(all.first, spans[n].x), max_of(all.last, spans[n].y)};
-        return all;
-    }
-};
-
-struct Sides {
-    const Params& p;
-    const Side q, k;
-
-    __device__ __forceinline__ Kind kind(int m, int n) const {
-        const Span i = q.rows<Plan::kBlockM>(m), j = k.rows<Plan::kBlockN>(n);
-        // Forward takes no notice of queries beyond the end.
-        bool whole = j.last - j.first == Plan::kBlockN - 1 &&
-                     (!Plan::kBackward || i.last - i.first == Plan::kBlockM - 1);
-        if constexpr (Plan::kBand) {
-            if (j.last < i.first + p.band_lo || j.first > i.last + p.band_hi) return kEmpty;
-            whole = whole && j.first >= i.last + p.band_lo && j.last <= i.first + p.band_hi;
-        }
-        const Span of_q = q.ids(i), of_k = k.ids(j);
-        if (of_q.last < of_k.first || of_k.last < of_q.first) return kEmpty;
-        return whole && of_q.first == of_k.last && of_q.last == of_k.first ? kFull : kPartial;
-    }
-    // How many blocks of keys behind n visit m: they add to its sums before n does.
-    __device__ __forceinline__ int turn(int m, int n) const {
-        int count = 0;
-        for (int other = n + 1; other < ceil_div(p.seqlen_k, Plan::kBlockN); ++other)
-            count += kind(m, other) != kEmpty;
-        return count;
-    }
-};
+}
 
 extern "C" __global__ void __launch_bounds__(Plan::kThreads)
     span_lists(const __grid_constant__ Params p) {
-    const u32 index = blockIdx.x * (Plan::kThreads / 32) + threadIdx.x / 32;
-    if (index >= p.count * p.num_rows) return;
-    const int lane = int(threadIdx.x % 32), row = int(index % p.num_rows);
-    const int2* spans = static_cast<const int2*>(p.spans) + i64(index / p.num_rows) * (p.pitch / 32);
-    const Sides sides{p, {spans, p.seqlen_q}, {spans + p.first_key / 32, p.seqlen_k}};
-    const int columns = Plan::kBackward ? ceil_div(p.seqlen_q, Plan::kBlockM)
-                                        : ceil_div(p.seqlen_k, Plan::kBlockN);
-    const int start = Plan::kSpread ? int(i64(row) * columns / p.num_rows) : 0;
-    int* list = static_cast<int*>(p.lists) + i64(index) * p.row_length;
-    // How many are full, then the places of full and of partial blocks.
+    __shared__ Span q[2048], k[4096];  // SEGMENT_ROWS in blocks of 64 and 32
+    constexpr u32 kWarps = Plan::kThreads / 32;
+    const u32 groups = (p.num_rows + kWarps - 1) / kWarps, batch = blockIdx.x / groups;
+    find(q, p.q_ids, Plan::kBlockM, p.seqlen_q, batch);
+    find(k, p.k_ids, Plan::kBlockN, p.seqlen_k, batch);
+    __syncthreads();
+    const u32 row = blockIdx.x % groups * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= p.num_rows) return;
+
+    // 0 where blocks of queries and of keys do not meet, 2 where they are full.
+    const auto kind = [&](int m, int n) {
+        const Span i = rows_of(m, Plan::kBlockM, p.seqlen_q);
+        const Span j = rows_of(n, Plan::kBlockN, p.seqlen_k);
+        const bool meet = q[m].first <= k[n].last && k[n].first <= q[m].last &&
+                          j.last >= i.first + p.band_lo && j.first <= i.last + p.band_hi;
+        const bool full = q[m].first == k[n].last && q[m].last == k[n].first &&
+                          j.first >= i.last + p.band_lo && j.last <= i.first + p.band_hi &&
+                          j.last - j.first == Plan::kBlockN - 1 &&
+                          i.last - i.first == Plan::kBlockM - 1;
+        return meet + (meet && full);
+    };
+    const int n_blocks = ceil_div(p.seqlen_k, Plan::kBlockN);
+    const int columns = Plan::kBackward ? ceil_div(p.seqlen_q, Plan::kBlockM) : n_blocks;
+    int* const list =
+        static_cast<int*>(p.lists) + (i64(batch) * p.num_rows + row) * p.row_length;
+    // Places of the next full and partial blocks: the first round counts the full ones.
     int full = 0, partial = 0;
     for (bool writes : {false, true}) {
-        partial = full;
-        full = 0;
+        partial = full, full = 0;
         for (int first = 0; first < columns; first += 32) {
-            const int column = (start + first + lane) % columns;
-            const int m = Plan::kBackward ? column : row, n = Plan::kBackward ? row : column;
-            const Kind kind = first + lane < columns ? sides.kind(m, n) : kEmpty;
-            const u32 fulls = __ballot_sync(kFullWarp, kind == kFull);
-            const u32 partials = __ballot_sync(kFullWarp, kind == kPartial);
+            const int column = first + lane, m = Plan::kBackward ? column : row;
+            int n = Plan::kBackward ? row : column;
+            const int own = column < columns ? kind(m, n) : 0;
+            const u32 fulls = __ballot_sync(kFullWarp, own == 2);
+            const u32 partials = __ballot_sync(kFullWarp, own == 1);
             const u32 before = (1u << lane) - 1;
-            if (writes && kind != kEmpty) {
+            if (writes && own > 0) {
                 int* to = list + BlockList::kHead;
-                to += kind == kFull ? full + __popc(fulls & before)
-                                    : partial + __popc(partials & before);
-                to[0] = column;
-                if constexpr (Plan::kBackward) to[columns] = sides.turn(m, n);
+                to += own == 2 ? full + __popc(fulls & before) : partial + __popc(partials & before);
+                *to = column;
+                // The turn: blocks of keys behind this one add first.
+                if (Plan::kBackward)
+                    for (to[columns] = 0; ++n < n_blocks;) to[columns] += kind(m, n) > 0;
             }
             full += __popc(fulls), partial += __popc(partials);
         }

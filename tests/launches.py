@@ -20,8 +20,8 @@ from cuflash.families import portable
 
 TILE = portable.Tile(64, 64, 4, 1)  # asks for the portable family
 _MODULES = (
-    "launch_steps", "launch_block_map", "launch_mask_bits", "launch_spans", "launch_backward",
-    "launch", "launch_packed",
+    "launch_steps", "launch_block_map", "launch_mask_bits", "launch_backward", "launch",
+    "launch_packed",
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def gpu_side():
     for name in _MODULES:
         patch.delitem(sys.modules, f"cuflash.{name}", raising=False)
     found = [importlib.import_module(f"cuflash.{name}") for name in _MODULES]
-    steps, _, _, _, backward, launch, _ = found
+    steps, _, _, backward, launch, _ = found
     steps.device_facts = lambda device_id: HOPPER
     cupy.stream_number = 0
     steps.stream_id = lambda stream: cupy.stream_number

@@ -1,5 +1,5 @@
-"""Lengths and segments on the host: the kernels that read them, the blocks that then meet, and backward's
-turns; the same source compiled as C++.
+"""Lengths and segments on the host: the blocks that meet, backward's turns, and the kernel that writes
+lists; the same source compiled as C++.
 """
 
 import itertools
@@ -13,7 +13,6 @@ from test_kernel_dropout import COMPILER, PRELUDE
 from cuflash import block_lists, params, source
 from cuflash.block_lists import Cut
 from cuflash.families import portable
-from cuflash.plan import round_up
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the host")
 
@@ -29,22 +28,6 @@ Lane blockIdx;
 )
 BLOCK_M, BLOCK_N = 4, 8
 
-LENGTHS = r"""
-int main() {
-    std::vector<long long> q{-5, 0, 3, 7, 8, 1ll << 40};
-    std::vector<unsigned char> k{0, 200, 1, 2, 3, 255};
-    std::vector<int> found(12, -1);
-    for (bool given : {true, false}) {
-        Params p{given ? q.data() : nullptr, k.data(), found.data()};
-        p.q_given_strides.batch[2] = 1, p.k_given_strides.batch[1] = 1;
-        p.batch_sizes[0] = 1, p.batch_sizes[1] = 2, p.batch_sizes[2] = 3;
-        p.seqlen_q = 7, p.seqlen_k = 100, p.count = 6;
-        for (threadIdx.x = 0; threadIdx.x < 8; ++threadIdx.x) lengths(p);
-        for (int x : found) std::cout << x << ' ';
-        std::cout << '\n';
-    }
-}
-"""
 # For each block of queries, then of keys: the range. Then for each visited pair of blocks, m and n,
 # its turn, in the order in which the block of keys meets them.
 BLOCKS = r"""
@@ -53,7 +36,8 @@ int main() {
     int ends[2], group;
     while (std::cin >> p.seqlen_q >> p.seqlen_k >> ends[0] >> ends[1] >> p.band_lo >> p.band_hi >>
            group) {
-        p.lengths = ends;
+        // A side without lengths has none of its own; any number will do.
+        p.q_lengths = ends[0] == p.seqlen_q ? nullptr : ends, p.k_lengths = ends + 1;
         p.num_m_blocks = ceil_div(p.seqlen_q, Plan::kBlockM);
         p.num_blocks = ceil_div(p.seqlen_k, Plan::kBlockN);
         p.num_heads = p.group = p.num_sectioned = 1;
@@ -84,7 +68,7 @@ int main() {
 """
 PARAMS = r"""
 struct Params {
-    const void* lengths;
+    const void *q_lengths, *k_lengths;
     int seqlen_q, seqlen_k, band_lo, band_hi;
     unsigned num_heads, group, num_blocks, num_m_blocks, num_sectioned, turn_group, last_turn_group;
 };
@@ -105,17 +89,6 @@ def build(folder, text):
     return run
 
 
-def test_any_integers_become_lengths(tmp_path):
-    plan = "struct Plan { using GivenQ = i64; using GivenK = unsigned char; "
-    plan += "static constexpr int kThreads = 8; };\n"
-    parts = [HOST, source.unit("types.cuh"), plan, params.text("lengths")]
-    parts += [source.unit("lengths.cu", skip=("types.cuh",)), LENGTHS]
-    both, one = build(tmp_path, "\n".join(parts))()
-    k = [0, 0, 0, 100, 100, 100]  # along the second axis alone
-    assert both.reshape(6, 2).T.tolist() == [[0, 0, 3] * 2, k]
-    assert one.reshape(6, 2).T.tolist() == [[7] * 6, k]
-
-
 @pytest.fixture(scope="module", params=(False, True), ids=("lengths", "band"))
 def blocks(request, tmp_path_factory):
     """(run, whether there is a band)"""
@@ -134,7 +107,7 @@ def cases(band):
     rng = np.random.default_rng(7)
     for number in range(600):
         size = rng.integers(1, 60, 2)
-        ends = [int(rng.choice([0, n, rng.integers(0, n + 1)])) for n in size]
+        ends = [int(rng.choice([-3, 0, n, n + 9, rng.integers(0, n + 1)])) for n in size]
         lo, hi = sorted(rng.integers(-70, 70, 2)) if band else (0, 0)
         if number % 3 == 0:
             lo = -70
@@ -215,13 +188,10 @@ template <class F> int reduced(int mine, F f) {
     warp.meet();
     return found;
 }
-int __reduce_min_sync(unsigned, int x) { return reduced(x, [](int a, int b) { return a < b ? a : b; }); }
-int __reduce_max_sync(unsigned, int x) { return reduced(x, [](int a, int b) { return a > b ? a : b; }); }
 unsigned __ballot_sync(unsigned, bool mine) {
     return reduced(int(unsigned(mine) << threadIdx.x % 32), [](int a, int b) { return a | b; });
 }
 int __popc(unsigned x) { return __builtin_popcount(x); }
-inline constexpr int kWarpSize = 32;
 template <class F> void each_warp(int blocks, int threads, F f) {
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (int first = 0; first < threads; first += 32) {
@@ -237,117 +207,75 @@ template <class X> std::vector<X> load(std::size_t count) {
     return found;
 }
 """
-SPANS = r"""
-int main() {
-    const auto q = load<Plan::GivenQ>(BATCH * LENGTH_Q);
-    const auto k = load<Plan::GivenK>(LENGTH_K);
-    std::vector<int> ids(BATCH * PITCH, -7), spans(BATCH * PITCH / 16, -7);
-    Params p{q.data(), k.data(), ids.data(), spans.data()};
-    p.q_given_strides.batch[2] = LENGTH_Q, p.q_given_strides.row = p.k_given_strides.col = 1;
-    for (int& size : p.batch_sizes) size = 1;
-    p.batch_sizes[2] = p.count = BATCH;
-    p.seqlen_q = LENGTH_Q, p.seqlen_k = LENGTH_K, p.first_key = FIRST_KEY, p.pitch = PITCH;
-    each_warp((BATCH * PITCH + 127) / 128, 128, [=] { ::spans(p); });
-    for (const auto* found : {&ids, &spans})
-        for (int x : *found) std::cout << x << ' ';
-    std::cout << '\n';
-}
-"""
 LISTS = r"""
 int main() {
-    const auto spans = load<int>(BATCH * PITCH / 16);
+    const auto q = load<int>(BATCH * LENGTH_Q), k = load<int>(BATCH * LENGTH_K);
     std::vector<int> lists(BATCH * ROWS * ROW, -7);
-    const Params p{spans.data(), lists.data(), LENGTH_Q, LENGTH_K, BATCH, FIRST_KEY, PITCH, LO, HI,
-                   ROWS, ROW};
-    each_warp((BATCH * ROWS + 3) / 4, 128, [=] { span_lists(p); });
+    const Params p{q.data(), k.data(), lists.data(), LENGTH_Q, LENGTH_K, LO, HI, ROWS, ROW};
+    each_warp(BATCH * ROWS, 32, [=] { span_lists(p); });
     for (int x : lists) std::cout << x << ' ';
     std::cout << '\n';
 }
 """
 BATCH, LENGTH_Q, LENGTH_K = 2, 333, 710
-FIRST_KEY = round_up(LENGTH_Q, 32)
-PITCH = FIRST_KEY + round_up(LENGTH_K, 32)
-SIZES = dict(BATCH=BATCH, LENGTH_Q=LENGTH_Q, LENGTH_K=LENGTH_K, FIRST_KEY=FIRST_KEY, PITCH=PITCH)
 
 
-def run_kernel(folder, plan, main, data, skip, before="", **sizes):
-    """What a kernel's host program prints of the arrays that it reads."""
-    parts = [HOST, source.unit("types.cuh", skip=skip), WARPS, plan.text(), before]
-    parts += [params.text(plan.params), source.unit(f"{plan.kernel}.cu", skip=("types.cuh", *skip))]
-    text = "\n".join([*parts, main]).replace("inline constexpr int kWarpSize = 32;", "", 1)
-    for name, value in {**SIZES, **sizes}.items():
+def run_lists(folder, cut, backward, data, shape):
+    plan = portable.span_lists_plan(cut, backward)
+    skip = ("ptx/misc.cuh",)
+    parts = [HOST, "#define __shared__ static\n#define __syncthreads warp.meet", WARPS]
+    parts += [source.unit("types.cuh"), plan.text().replace("= 256", "= 32")]  # one warp a block
+    parts += [params.text(plan.params), source.unit("span_lists.cu", skip=("types.cuh", *skip)), LISTS]
+    low, high = cut.band or (-LENGTH_Q, LENGTH_K)
+    sizes = dict(BATCH=BATCH, LENGTH_Q=LENGTH_Q, LENGTH_K=LENGTH_K, ROWS=shape[1], ROW=shape[2])
+    text = "\n".join(parts)
+    for name, value in {**sizes, "LO": low, "HI": high}.items():
         text = re.sub(rf"\b{name}\b", str(value), text)
-    (folder / "kernel.cpp").write_text(text)
-    command = [COMPILER, "-std=c++17", "-O1", "-w", "-pthread", "kernel.cpp", "-o", "kernel"]
+    (folder / "lists.cpp").write_text(text)
+    command = [COMPILER, "-std=c++17", "-O1", "-w", "-pthread", "lists.cpp", "-o", "lists"]
     subprocess.run(command, cwd=folder, check=True)
-    done = subprocess.run([folder / "kernel"], input=data, check=True, capture_output=True)
-    return np.array(done.stdout.split(), int)
+    done = subprocess.run([folder / "lists"], input=data, check=True, capture_output=True)
+    return np.array(done.stdout.split(), int).reshape(shape)
 
 
 def drawn_ids(kind):
     """Sorted, as packed sequences have them, or not; with long runs, so that some blocks are full."""
     rng = np.random.default_rng(len(kind))
-    q, k = (np.sort(rng.integers(0, 3, (rows, n))) for rows, n in ((BATCH, LENGTH_Q), (1, LENGTH_K)))
+    found = [np.sort(rng.integers(0, 3, (BATCH, n)), -1) for n in (LENGTH_Q, LENGTH_K)]
     if kind == "unsorted":
-        q, k = (np.roll(x, 150, -1) for x in (q, k))
-        k[0, 5:40] = rng.integers(-9, 9, 35)
-    return q, k[0]
-
-
-def spans_of(q, k):
-    """(batch, PITCH / 32, 2)"""
-    found = []
-    for own in q:
-        parts = [x[n : n + 32] for x in (own, k) for n in range(0, len(x), 32)]
-        found.append([(x.min(), x.max()) for x in parts])
-    return np.array(found, np.int32)
-
-
-def test_ids_and_their_spans(tmp_path):
-    """Of any integers, saturated as scores read them; behind the end none."""
-    q, k = drawn_ids("unsorted")
-    q = q.astype(np.int64)
-    q[0, :3] = 1 << 40, -(1 << 40), 5
-    plan = portable.given_plan("spans", "int64", "int16")
-    program = (source.folder() / "attn/program.cuh").read_text()
-    start = program.index("template <class Int> __device__ __forceinline__ int read_int")
-    read_int = program[start : program.index("\n}\n", start) + 3]
-    rows = source.unit("tile/rows.cuh", skip=("types.cuh",))
-    data = q.tobytes() + k.astype(np.int16).tobytes()
-    found = run_kernel(tmp_path, plan, SPANS, data, ("attn/program.cuh",), rows + read_int)
-    ids, spans = found[: BATCH * PITCH].reshape(BATCH, PITCH), found[BATCH * PITCH :]
-    q = np.clip(q, -(1 << 31), (1 << 31) - 1)
-    assert np.array_equal(ids[:, :LENGTH_Q], q)
-    assert np.array_equal(ids[:, FIRST_KEY:][:, :LENGTH_K], np.broadcast_to(k, (BATCH, LENGTH_K)))
-    assert np.array_equal(spans.reshape(BATCH, -1, 2), spans_of(q, k))
+        found = [np.roll(x, 150, -1) for x in found]
+        found[1][:, 5:40] = rng.integers(-9, 9, 35)
+    return [x.astype(np.int32) for x in found]
 
 
 @pytest.mark.parametrize("kind", ("sorted", "unsorted"))
 @pytest.mark.parametrize("band", (None, (-400, 90)), ids=str)
-@pytest.mark.parametrize("backward, spread", ((False, False), (True, False), (True, True)))
-def test_lists(tmp_path, kind, band, backward, spread):
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize("block", ((64, 128), (128, 32)), ids=str)
+def test_lists(tmp_path, kind, band, backward, block):
     """Those that block_lists.py makes of the same kinds."""
-    q, k = drawn_ids(kind)
-    spans = spans_of(q, k)
-    cut = Cut(LENGTH_Q, LENGTH_K, 64, 128, band, True, spread)
-    units = spans[:, : FIRST_KEY // 32], spans[:, FIRST_KEY // 32 :]
-    (m, n) = ([(x[:, at : at + size, 0].min(1), x[:, at : at + size, 1].max(1))
-               for at in range(0, x.shape[1], size)] for x, size in zip(units, (2, 4)))  # fmt: skip
-    kinds = np.zeros((BATCH, len(m), len(n)), np.uint8)
-    for (a, (low, high)), (b, (first, last)) in itertools.product(enumerate(m), enumerate(n)):
-        full = (low == last) & (high == first)
-        kinds[:, a, b] = np.where(full, 2, (low <= last) & (first <= high))
+    ids, cut = drawn_ids(kind), Cut(LENGTH_Q, LENGTH_K, *block, band, True)
+    (q_low, q_high), (k_low, k_high) = (
+        [f.reduceat(x, np.arange(0, x.shape[1], size), axis=1) for f in (np.minimum, np.maximum)]
+        for x, size in zip(ids, block)
+    )  # fmt: skip
+    q_low, q_high, k_low, k_high = (
+        x[:, :, None] if n < 2 else x[:, None] for n, x in enumerate((q_low, q_high, k_low, k_high))
+    )
+    meet, one = (q_low <= k_high) & (k_low <= q_high), (q_low == k_high) & (q_high == k_low)
+    kinds = np.where(one, 2, meet).astype(np.uint8)
     assert set(kinds.flat) == {0, 1, 2}
-    want = block_lists.lists(np, kinds, (64, 128), cut, backward)
-    rows, row = want.shape[1:]
-    plan = portable.span_lists_plan(cut, backward)
-    low, high = band or (0, 0)
-    found = run_kernel(
-        tmp_path, plan, LISTS, spans.tobytes(), ("ptx/misc.cuh",),
-        ROWS=rows, ROW=row, LO=low, HI=high,
-    ).reshape(want.shape)  # fmt: skip
-    assert np.array_equal(found[..., :2], want[..., :2])
-    for got, should in zip(found.reshape(-1, row), want.reshape(-1, row)):
+    want = block_lists.lists(np, kinds, block, cut, backward)
+    found = run_lists(tmp_path, cut, backward, b"".join(x.tobytes() for x in ids), want.shape)
+    last = want.shape[1] - 1
+    for (_, n), got, should in zip(
+        np.ndindex(want.shape[:2]), found.reshape(-1, want.shape[2]), want.reshape(-1, want.shape[2])
+    ):
+        total = should[0]
+        assert got[0] == total
+        if not backward and n == last:  # looked at, though forward would not need it
+            assert got[1] == total and sorted(got[2 : 2 + total]) == sorted(should[2 : 2 + total])
+            continue
+        assert got[1] == should[1]
         for start in (2, 2 + cut.blocks[0]) if backward else (2,):
-            visited = slice(start, start + should[0])
-            assert np.array_equal(got[visited], should[visited])
+            assert np.array_equal(got[start : start + total], should[start : start + total])

@@ -408,23 +408,11 @@ def intervals_plan() -> Plan:
     return Plan("intervals", "intervals", 256, 0, constants)
 
 
-def given_plan(name: str, q_dtype: str, k_dtype: str) -> Plan:
-    """The plan of lengths.cu and of spans.cu."""
-    kinds = (("GivenQ", ELEMENTS[q_dtype]), ("GivenK", ELEMENTS[k_dtype]))
-    return Plan(name, name, 128, 0, (*kinds, ("kThreads", 128)))
-
-
 def span_lists_plan(cut, backward: bool) -> Plan:
     """The plan of span_lists.cu for a block_lists.Cut."""
-    constants = (
-        ("kThreads", 128),
-        ("kBand", cut.band is not None),
-        ("kBlockM", cut.block_m),
-        ("kBlockN", cut.block_n),
-        ("kBackward", backward),
-        ("kSpread", cut.spread),
-    )
-    return Plan("span_lists", "span_lists", 128, 0, constants)
+    constants = [("kThreads", 256), ("kLengths", False), ("kBackward", backward)]
+    constants += [("kBlockM", cut.block_m), ("kBlockN", cut.block_n)]
+    return Plan("span_lists", "span_lists", 256, 0, tuple(constants))
 
 
 def block_map_plan(problem) -> Plan:

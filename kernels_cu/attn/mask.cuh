@@ -6,7 +6,6 @@
 #include "../tile/rows.cuh"
 #include "../types.cuh"
 #include "interval.cuh"
-#include "lengths.cuh"
 
 template <bool kBand> struct Mask {
     int lo, hi;  // the band, as in attn/band.cuh

@@ -2,7 +2,6 @@
 #pragma once
 #include "band.cuh"
 #include "interval.cuh"
-#include "lengths.cuh"
 
 // The blocks of keys that queries first .. last see, and of queries that see keys first .. last: rows
 // of a batch entry that ends there. With lengths there may be none.
