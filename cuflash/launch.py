@@ -31,9 +31,6 @@ __all__ = ["backward", "block_kinds", "explain", "forward", "merge", "plans_of"]
 MAX_COMBINE_BLOCKS = 65536  # each loops over its rows
 MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 bits
 
-# Memory that CUDA graphs write when they are launched again, so that nobody else may have it. A few
-# bytes a captured launch; nothing tells when a graph is gone.
-_held_by_graphs: list = []
 # The counters of streams, a few bytes each, by device and stream.
 _tickets: dict = {}
 _tickets_lock = threading.Lock()
@@ -224,9 +221,7 @@ def _ticket(device_id: int) -> int:
     """
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():
-        counter = _zeroed()
-        _held_by_graphs.append(counter)
-        return counter.ptr
+        return steps.kept(_zeroed()).ptr
     key = device_id, steps.stream_id(stream)
     counter = _tickets.get(key)
     if counter is None:

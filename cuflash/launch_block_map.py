@@ -22,10 +22,6 @@ from .score_text import Options
 
 _LARGEST_BLOCK = 1 << 30  # longer than any sequence; kernels have 32 bits
 
-# What a CUDA graph makes anew whenever it runs, so that nobody else may have its memory.
-_held_by_graphs: list = []
-
-
 class _Made(NamedTuple):
     lists: Any  # cupy.ndarray of int32
     stream: int
@@ -59,9 +55,7 @@ class Spans(NamedTuple):
     def lists(self, cut: Cut, backward: bool):
         shape = self.k.size // cut.seqlen_k * cut.blocks[backward], row_length(cut, backward)
         array = cupy.empty(shape, np.int32)
-        self.made.append(array)
-        if cupy.cuda.get_current_stream().is_capturing():
-            _held_by_graphs.append(array)
+        self.made.append(steps.kept(array))
         given = (x.data.ptr for x in (self.q, self.k, array))
         self.step(cut, backward).launch(array.data.device_id, *given)
         return array
@@ -136,10 +130,8 @@ def _lists(block_map, cut: Cut, backward: bool):
     if found is not None and not capturing:
         stream.wait_event(found.event)
         return found.lists
-    array = lists(cupy, block_map.kinds, block_map.block, cut, backward)
-    if capturing:
-        _held_by_graphs.append(array)
-    else:
+    array = steps.kept(lists(cupy, block_map.kinds, block_map.block, cut, backward))
+    if not capturing:
         block_map._made[cut, backward] = _Made(array, number, stream.record())
     return array
 

@@ -21,10 +21,6 @@ from .launch_steps import Step
 from .plan import ITEM_BYTES
 from .score_text import MAP_UNIT, Options
 
-# A graph writes its bits anew whenever it is launched, so that nobody else may have their memory.
-_held_by_graphs: list = []
-
-
 class Masked(NamedTuple):
     """A call as its kernels see it, and what must run before them."""
 
@@ -36,8 +32,7 @@ class Masked(NamedTuple):
     def launch(self, device_id: int) -> None:
         if self.step is None:
             return
-        if cupy.cuda.get_current_stream().is_capturing():
-            _held_by_graphs.append(self.operands.args[-1])
+        steps.kept(self.operands.args[-1])
         self.step.launch(device_id, *self.words)
 
 
@@ -105,7 +100,8 @@ def _spans(problem, inputs, by_key: bool):
 def _spanned(problem, numbers, operands) -> Masked:
     ends, entries = (problem.seqlen_q, problem.seqlen_k), (..., 0, 0, 0)
     if problem.lengths:
-        found = (n if n is None else _as_int32(operands.args[n][entries], 0, most)
+        found = (steps.kept(cupy.full(problem.batch, most, np.int32)) if n is None
+                 else _as_int32(operands.args[n][entries], 0, most)
                  for n, most in zip(numbers, ends))  # fmt: skip
         return Masked(problem, Operands(lengths=tuple(found)))
     q, k = (_as_int32(operands.args[n][at], -(2**31), 2**31 - 1)
@@ -119,10 +115,8 @@ def _as_int32(x, least: int, most: int):
     """Its numbers between the two, contiguous and on 8 bytes."""
     if x.dtype == np.int32 and x.flags.c_contiguous and x.data.ptr % 8 == 0:
         return x  # whose users look at the limits themselves
-    found = cupy.empty(x.shape, np.int32)
+    found = steps.kept(cupy.empty(x.shape, np.int32))
     cupy.clip(x, least, most, found)
-    if cupy.cuda.get_current_stream().is_capturing():
-        _held_by_graphs.append(found)
     return found
 
 

@@ -31,7 +31,7 @@ ELEMENTS = {
 }
 
 MAP_UNIT = 128
-LENGTHS = (("q_lengths", "in"), ("k_lengths", "in"))  # of kLengths: lengths_of in attn/band.cuh
+LENGTHS = (("q_lengths", "in"), ("k_lengths", "in"))  # of kLengths: lengths_of in attn/mask.cuh
 
 # Without any option. What would take part in arithmetic is never called.
 PLAIN = """\

@@ -6,7 +6,7 @@
 // parts. Where rows are 16-byte pieces, the quad exchanges pairs so that each lane has one piece.
 //
 // kEmptyRows: dq_accum holds nothing for a block of so many queries that sees no key; its dq is 0.
-#include "attn/band.cuh"
+#include "attn/mask.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/misc.cuh"
 #include "tile/fragment.cuh"

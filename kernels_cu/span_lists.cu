@@ -3,6 +3,7 @@
 //
 // A thread block finds all ranges; then each warp writes a row, 32 blocks at a time.
 #include "attn/block_map.cuh"
+#include "ptx/misc.cuh"
 
 struct Span {
     int first, last;  // rows or ids

@@ -36,8 +36,7 @@ int main() {
     int ends[2], group;
     while (std::cin >> p.seqlen_q >> p.seqlen_k >> ends[0] >> ends[1] >> p.band_lo >> p.band_hi >>
            group) {
-        // A side without lengths has none of its own; any number will do.
-        p.q_lengths = ends[0] == p.seqlen_q ? nullptr : ends, p.k_lengths = ends + 1;
+        p.q_lengths = ends, p.k_lengths = ends + 1;
         p.num_m_blocks = ceil_div(p.seqlen_q, Plan::kBlockM);
         p.num_blocks = ceil_div(p.seqlen_k, Plan::kBlockN);
         p.num_heads = p.group = p.num_sectioned = 1;

@@ -384,6 +384,7 @@ def cast_plan(problem, backward: Plan, *, whole: bool) -> Plan:
         ("kBlockRows", 64),
         ("kEmptyRows", backward["kBlockM"] if empty else 0),
         ("kBand", problem.band is not None),
+        ("kIntervals", False),
         ("kLengths", lengths),
         ("kAccumTiles", backward["kAccumTiles"]), ("kAccumVector", backward["kAccumVector"]),
         ("kStoreBytes", 16 if whole and ITEM_BYTES[problem.dtype] == 2 else 0),
@@ -410,7 +411,7 @@ def intervals_plan() -> Plan:
 
 def span_lists_plan(cut, backward: bool) -> Plan:
     """The plan of span_lists.cu for a block_lists.Cut."""
-    constants = [("kThreads", 256), ("kLengths", False), ("kBackward", backward)]
+    constants = [("kThreads", 256), ("kBackward", backward)]
     constants += [("kBlockM", cut.block_m), ("kBlockN", cut.block_n)]
     return Plan("span_lists", "span_lists", 256, 0, tuple(constants))
 

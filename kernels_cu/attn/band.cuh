@@ -1,26 +1,7 @@
 // Which blocks of columns a block of rows needs: one function for causal, windows and both
 // directions.
 #pragma once
-#include "../ptx/misc.cuh"
 #include "../types.cuh"
-
-// How many queries and keys a batch entry has: the arrays', or with kLengths no more than the caller says.
-struct Lengths {
-    int seqlen_q, seqlen_k;
-};
-template <class Params>
-__device__ __forceinline__ Lengths lengths_of(const Params& p, u32 batch) {
-    Lengths ends{p.seqlen_q, p.seqlen_k};
-    if constexpr (Plan::kLengths) {
-        const auto cut = [&](int& end, const void* given) {
-            if (given == nullptr) return;
-            const int length = load_constant(static_cast<const int*>(given) + batch);
-            end = min_of(end, max_of(length, 0));
-        };
-        cut(ends.seqlen_q, p.q_lengths), cut(ends.seqlen_k, p.k_lengths);
-    }
-    return ends;
-}
 
 // Blocks [begin, end) hold a visible element; of them [full_begin, full_end) hold no hidden one.
 struct BlockRange {

@@ -7,6 +7,21 @@
 #include "../types.cuh"
 #include "interval.cuh"
 
+// How many queries and keys a batch entry has: the arrays', or with kLengths no more than the caller says.
+struct Lengths {
+    int seqlen_q, seqlen_k;
+};
+template <class Params>
+__device__ __forceinline__ Lengths lengths_of(const Params& p, u32 batch) {
+    if constexpr (Plan::kLengths) {
+        const auto end = [&](int most, const void* given) {
+            return min_of(most, max_of(load_constant(static_cast<const int*>(given) + batch), 0));
+        };
+        return {end(p.seqlen_q, p.q_lengths), end(p.seqlen_k, p.k_lengths)};
+    }
+    return {p.seqlen_q, p.seqlen_k};
+}
+
 template <bool kBand> struct Mask {
     int lo, hi;  // the band, as in attn/band.cuh
     int seqlen_q, seqlen_k;

@@ -1,7 +1,7 @@
 // Which blocks a block of the plan at hand needs: by a band for all rows, or by intervals.
 #pragma once
 #include "band.cuh"
-#include "interval.cuh"
+#include "mask.cuh"
 
 // The blocks of keys that queries first .. last see, and of queries that see keys first .. last: rows
 // of a batch entry that ends there. With lengths there may be none.
