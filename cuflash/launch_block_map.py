@@ -46,9 +46,8 @@ class Spans(NamedTuple):
 
         def make():
             plan = portable.span_lists_plan(cut, backward)
-            blocks = count * -(-rows * 32 // plan.threads)  # a warp a row
             band = cut.band or (-cut.seqlen_q, cut.seqlen_k)
-            return Step.of(plan, blocks, *cut[:2], *band, rows, row_length(cut, backward))
+            return Step.of(plan, count * rows, *cut[:2], *band, rows, row_length(cut, backward))
 
         return steps.prepared(("span lists", cut, backward, count), make)
 

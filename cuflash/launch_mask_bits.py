@@ -19,7 +19,7 @@ from .launch_block_map import Spans
 from .launch_extras import Operands
 from .launch_steps import Step
 from .plan import ITEM_BYTES
-from .score_text import MAP_UNIT, Options
+from .score_text import Options
 
 class Masked(NamedTuple):
     """A call as its kernels see it, and what must run before them."""
@@ -59,8 +59,8 @@ def as_bits(problem, operands, inputs, by_key: bool, tile=None) -> Masked:
 
     def make():
         steps.check_aligned(**operands.arrays)
-        spans = tile is None and _spans(problem, inputs, by_key)
-        return spans or _prepare(problem, operands, device_id, by_key)
+        found = tile is None and _unmasked(problem, inputs, by_key)
+        return found or _prepare(problem, operands, device_id, by_key)
 
     ready = steps.prepared(key, make)
     if not ready:
@@ -79,33 +79,23 @@ def as_bits(problem, operands, inputs, by_key: bool, tile=None) -> Masked:
     return Masked(ready.problem, then, ready.step, words)
 
 
-def _spans(problem, inputs, by_key: bool):
-    """(the problem with lengths or lists in the masks' place, the arguments that say these), or False
-    where there are more masks or Hopper's family, which alone has these, does not run the call.
-    """
-    numbers = mask_bits.spans(problem, by_key)
-    if not numbers:
-        return False
-    if problem.program.visible.op == "equal":
-        args = tuple(replace(arg, dtype="int32") for arg in problem.program.args)
-        program, block_map = replace(problem.program, args=args), (MAP_UNIT, MAP_UNIT)
-        changed = replace(problem, program=program, block_map=block_map)
-    else:
-        changed = replace(problem, program=None, lengths=True)
-    device = steps.device_facts(inputs[0].data.device_id)
+def _unmasked(problem, inputs, by_key: bool):
+    """As mask_bits.unmasked; False also where Hopper's family does not run it, which alone can."""
+    found = mask_bits.unmasked(problem, by_key)
     access = steps.access_of(True, **dict(zip("qkvd", inputs)))
-    return sm90.reject(changed, device, access) is None and (changed, numbers)
+    device = steps.device_facts(inputs[0].data.device_id)
+    return found and sm90.reject(found[0], device, access) is None and found
 
 
 def _spanned(problem, numbers, operands) -> Masked:
-    ends, entries = (problem.seqlen_q, problem.seqlen_k), (..., 0, 0, 0)
+    ends = problem.seqlen_q, problem.seqlen_k
     if problem.lengths:
         found = (steps.kept(cupy.full(problem.batch, most, np.int32)) if n is None
-                 else _as_int32(operands.args[n][entries], 0, most)
+                 else _as_int32(operands.args[n][..., 0, 0, 0], 0, most)
                  for n, most in zip(numbers, ends))  # fmt: skip
         return Masked(problem, Operands(lengths=tuple(found)))
-    q, k = (_as_int32(operands.args[n][at], -(2**31), 2**31 - 1)
-            for n, at in zip(numbers, ((..., 0, slice(None), 0), (..., 0, 0, slice(None)))))
+    q, k = operands.args
+    q, k = (_as_int32(x, -(2**31), 2**31 - 1) for x in (q[..., 0, :, 0], k[..., 0, 0, :]))
     spans, grid = Spans(q, k, []), (*problem.batch, problem.num_heads, *ends)
     args = tuple(cupy.broadcast_to(x, grid) for x in (q[..., None, :, None], spans.kinds))
     return Masked(problem, replace(operands, args=args, block_map=MapView(spans.kinds, spans)))

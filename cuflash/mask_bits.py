@@ -1,6 +1,6 @@
 """Masks as bits: where many heads share what a call's masks let through, a kernel writes it down once,
 a bit for each pair, and the attention kernels read that instead of the masks. Lengths and segments
-need less: ends of batch entries, lists of blocks (`spans`).
+need less: ends of batch entries, lists of blocks (`unmasked`).
 
 Read pair by pair a boolean mask costs a Hopper warp eight lines of L1 for 64 bytes that it uses; as
 bits a row of 64 keys is one read. And whatever the masks are made of, what reads them is one kernel.
@@ -59,30 +59,34 @@ def pairs(problem) -> int:
     return math.prod(problem.batch) * problem.num_heads * problem.seqlen_q * problem.seqlen_k
 
 
-def spans(problem, backward: bool) -> tuple:
-    """In large calls whose lengths or segment ids alone hide keys, beside a band, the numbers of these
-    arguments: of the queries' and the keys', None where there is no length. Else nothing.
+def unmasked(problem, backward: bool):
+    """A large call in which lengths or ids alone hide keys, beside a band, with ends or with a map in the
+    masks' place, and the numbers of these arguments, of queries and of keys; None of a side without.
+    Other calls are False.
     """
     program, size = problem.program, pairs(problem)
     others = problem.sinks or problem.dropout or problem.packed or problem.block_map
     if others or program.value is not symbol("s"):
-        return ()
-    terms, found = [program.visible], {}
+        return False
+    terms = [program.visible]
     while terms[0].op == "and":
         terms[:1] = terms[0].operands
-    for term in terms:
-        a, b = term.operands if term.op in ("less", "equal") else (term, term)
-        if (term.op, a.op, b.op) == ("less", "symbol", "element") and size >= LENGTH_PAIRS:
-            found[a.value] = b.value
-        elif (term.op, a.op, b.op) == ("equal", "element", "element") and len(terms) == 1:
-            keys = problem.seqlen_k
-            large = size >= SEGMENT_PAIRS and SEGMENT_KEYS <= keys and keys % 2 == 0  # two a read
-            fits = max(problem.seqlen_q, keys) <= SEGMENT_ROWS
-            fits &= max(problem.head_dim, problem.head_dim_v) <= SEGMENT_DIMS[backward]
-            return (a.value, b.value) if large and fits else ()
-        else:
-            return ()
-    return found.get("i"), found.get("j")
+    parts = [(term.op, *(x.op for x in term.operands)) for term in terms]
+    if set(parts) == {("less", "symbol", "element")} and size >= LENGTH_PAIRS:
+        ends = {place.value: end.value for place, end in (term.operands for term in terms)}
+        return replace(problem, program=None, lengths=True), (ends.get("i"), ends.get("j"))
+    keys, widest = problem.seqlen_k, max(problem.head_dim, problem.head_dim_v)
+    if (
+        parts == [("equal", "element", "element")]
+        and size >= SEGMENT_PAIRS
+        and SEGMENT_KEYS <= keys
+        and max(problem.seqlen_q, keys) <= SEGMENT_ROWS
+        and keys % 2 == 0  # ids of two are one read
+        and widest <= SEGMENT_DIMS[backward]
+    ):
+        program = replace(program, args=tuple(replace(x, dtype="int32") for x in program.args))
+        return replace(problem, program=program, block_map=(128, 128)), (0, 1)
+    return False
 
 
 def pays(problem, args) -> bool:

@@ -1,7 +1,7 @@
 // The lists of attn/block_map.cuh for segments: blocks meet where their ranges of ids do, and are full
 // where both are one id. What lies behind a list's end is not written.
 //
-// A thread block finds all ranges; then each warp writes a row, 32 blocks at a time.
+// A thread block finds all ranges; then its first warp writes a row, 32 blocks at a time.
 #include "attn/block_map.cuh"
 #include "ptx/misc.cuh"
 
@@ -25,36 +25,31 @@ __device__ __forceinline__ void find(Span* spans, const void* of, int size, int 
 extern "C" __global__ void __launch_bounds__(Plan::kThreads)
     span_lists(const __grid_constant__ Params p) {
     __shared__ Span q[2048], k[4096];  // SEGMENT_ROWS in blocks of 64 and 32
-    constexpr u32 kWarps = Plan::kThreads / 32;
-    const u32 groups = (p.num_rows + kWarps - 1) / kWarps, batch = blockIdx.x / groups;
-    find(q, p.q_ids, Plan::kBlockM, p.seqlen_q, batch);
-    find(k, p.k_ids, Plan::kBlockN, p.seqlen_k, batch);
+    const int row = int(blockIdx.x % p.num_rows), lane = int(threadIdx.x);
+    find(q, p.q_ids, Plan::kBlockM, p.seqlen_q, blockIdx.x / p.num_rows);
+    find(k, p.k_ids, Plan::kBlockN, p.seqlen_k, blockIdx.x / p.num_rows);
     __syncthreads();
-    const u32 row = blockIdx.x % groups * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= p.num_rows) return;
+    if (lane >= 32) return;
 
     // 0 where blocks of queries and of keys do not meet, 2 where they are full.
     const auto kind = [&](int m, int n) {
         const Span i = rows_of(m, Plan::kBlockM, p.seqlen_q);
         const Span j = rows_of(n, Plan::kBlockN, p.seqlen_k);
-        const bool meet = q[m].first <= k[n].last && k[n].first <= q[m].last &&
-                          j.last >= i.first + p.band_lo && j.first <= i.last + p.band_hi;
-        const bool full = q[m].first == k[n].last && q[m].last == k[n].first &&
-                          j.first >= i.last + p.band_lo && j.last <= i.first + p.band_hi &&
-                          j.last - j.first == Plan::kBlockN - 1 &&
-                          i.last - i.first == Plan::kBlockM - 1;
-        return meet + (meet && full);
+        if (q[m].first > k[n].last || k[n].first > q[m].last) return 0;
+        if (j.last < i.first + p.band_lo || j.first > i.last + p.band_hi) return 0;
+        return 1 + (q[m].first == k[n].last && q[m].last == k[n].first &&
+                    j.first >= i.last + p.band_lo && j.last <= i.first + p.band_hi &&
+                    j.last - j.first == Plan::kBlockN - 1 && i.last - i.first == Plan::kBlockM - 1);
     };
     const int n_blocks = ceil_div(p.seqlen_k, Plan::kBlockN);
     const int columns = Plan::kBackward ? ceil_div(p.seqlen_q, Plan::kBlockM) : n_blocks;
-    int* const list =
-        static_cast<int*>(p.lists) + (i64(batch) * p.num_rows + row) * p.row_length;
+    int* const list = static_cast<int*>(p.lists) + i64(blockIdx.x) * p.row_length;
     // Places of the next full and partial blocks: the first round counts the full ones.
     int full = 0, partial = 0;
     for (bool writes : {false, true}) {
         partial = full, full = 0;
-        for (int first = 0; first < columns; first += 32) {
-            const int column = first + lane, m = Plan::kBackward ? column : row;
+        for (int column = lane; column - lane < columns; column += 32) {
+            const int m = Plan::kBackward ? column : row;
             int n = Plan::kBackward ? row : column;
             const int own = column < columns ? kind(m, n) : 0;
             const u32 fulls = __ballot_sync(kFullWarp, own == 2);
