@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compiling import check
 from score_cases import check as check_scores
-from score_cases import check_agreement
+from score_cases import check_agreement, without_masks
 from strategies import Case
 from test_compile import Point
 from test_gpu import poison
@@ -100,15 +100,9 @@ def test_kernels_build_clean(gate):
 
 
 @pytest.fixture
-def at_once(gpu, monkeypatch):
-    """For every call, however small."""
-    from cuflash import launch_steps
-
-    for name in ("LENGTH_PAIRS", "SEGMENT_PAIRS", "SEGMENT_KEYS"):
-        monkeypatch.setattr(mask_bits, name, 0)
-    launch_steps._prepared.clear()
-    yield
-    launch_steps._prepared.clear()
+def at_once():
+    with without_masks():
+        yield
 
 
 def lengths_of(case, sides, dtype):
