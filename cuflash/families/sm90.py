@@ -32,7 +32,7 @@ class Tile:
 
 
 # By the largest head dimensions that a row serves: tiles for up to so many keys with a band, and
-# without, as measured at 512 to 16384 (fwd_sm90.cu has the figures).
+# without, as measured at 512 to 16384 (bench/tune.py has the figures).
 MANY = 1 << 31
 _LATE_64 = Tile(192, 128, 4, late=True, turns=True)
 _LATE_96, _LATE_128 = Tile(192, 96, 3, late=True), Tile(192, 80, 3, late=True)
