@@ -34,9 +34,8 @@
 // same queries; without turns the lists begin at different blocks. Every sum then begins with 0.
 #pragma once
 #include "../ptx/bulk.cuh"
+#include "../ptx/matrix.cuh"
 #include "../ptx/mbarrier.cuh"
-#include "../ptx/named_barrier.cuh"
-#include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/copy.cuh"
