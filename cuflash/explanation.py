@@ -42,7 +42,8 @@ class Explanation:
             f"  workspace  forward none, backward {self.backward_workspace} bytes",
         ]
         if self.scores:
-            lines.append(f"  scores     {self.scores}")
+            listed = ", in blocks that lists name" if self.plan["kBlockMap"] else ""
+            lines.append(f"  scores     {self.scores}{listed}")
         if self.packed:
             names = ", ".join(self.packed)
             lines.append(f"  copied     {names}: strides or alignment rule out 16-byte reads")

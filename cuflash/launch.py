@@ -18,7 +18,7 @@ from . import launch_steps as steps
 from . import score_rows
 from .families import choose, sm90
 from .launch_backward import backward
-from .launch_block_map import block_kinds, list_rest, list_words
+from .launch_block_map import block_kinds, list_plans, list_rest, list_words
 from .launch_extras import NONE, Operands
 from .launch_mask_bits import as_bits
 from .launch_steps import BATCH_DIMS, Step
@@ -31,9 +31,6 @@ __all__ = ["backward", "block_kinds", "explain", "forward", "merge", "plans_of"]
 MAX_COMBINE_BLOCKS = 65536  # each loops over its rows
 MAX_WORK = 2**32 - 1  # pieces of a launch of fwd_sm90, which counts them in 32 bits
 
-# Memory that CUDA graphs write when they are launched again, so that nobody else may have it. A few
-# bytes a captured launch; nothing tells when a graph is gone.
-_held_by_graphs: list = []
 # The counters of streams, a few bytes each, by device and stream.
 _tickets: dict = {}
 _tickets_lock = threading.Lock()
@@ -130,7 +127,7 @@ def _prepare(problem, device, arrays, operands, tile=None):
         step = _portable_step(problem, device, plan, operands, *read, out, lse)
     packed = tuple(name for name, a, b in zip("qkv", read, (q, k, v)) if a is not b)
     # With one piece for each block nothing is left to draw, with pieces of one length no gain.
-    uneven = problem.bounded or problem.block_map is not None
+    uneven = problem.bounded or problem.lengths or problem.block_map is not None
     uneven = uneven or problem.seqlen_q % plan["kBlockM"] != 0
     ticket = uneven and math.prod(_work(problem, plan)) > step.blocks
     mapped = (0, 1, 2, 3 if plan["kStoreBytes"] else 0) if family is sm90 else ()
@@ -160,8 +157,9 @@ def _plans_of(problem, arrays, operands, tile):
     if len(problem.batch) > BATCH_DIMS:
         return steps.plans_of_outer(_plans_of, problem, arrays, operands, tile)
     device_id, starts = arrays[0].data.device_id, steps.starts_of(arrays)
-    problem, operands, first, _ = as_bits(problem, operands, device_id, False)
-    plans = [_ready(problem, device_id, arrays, starts, operands, tile).step.plan]
+    problem, operands, first, _ = as_bits(problem, operands, arrays[:3], False, tile)
+    plan = _ready(problem, device_id, arrays, starts, operands, tile).step.plan
+    plans = [plan, *list_plans(problem, plan, operands)]
     return plans if first is None else [*plans, first.plan]
 
 
@@ -202,7 +200,7 @@ def _forward(problem, arrays, operands, tile) -> None:
     device_id = q.data.device_id
     starts = steps.starts_of(arrays)
     if problem.program is not None:
-        masked = as_bits(problem, operands, device_id, False)
+        masked = as_bits(problem, operands, arrays[:3], False, tile)
         masked.launch(device_id)
         problem, operands = masked.problem, masked.operands
     step, packed, mapped, staged, ticket, options = _ready(
@@ -230,9 +228,7 @@ def _ticket(device_id: int) -> int:
     """
     stream = cupy.cuda.get_current_stream()
     if stream.is_capturing():
-        counter = _zeroed()
-        _held_by_graphs.append(counter)
-        return counter.ptr
+        return steps.kept(_zeroed()).ptr
     key = device_id, steps.stream_id(stream)
     counter = _tickets.get(key)
     if counter is None:
@@ -294,7 +290,7 @@ def explain(problem, q, k, v, extras=None):
     if len(problem.batch) > BATCH_DIMS:  # one of the launches that run in turn
         problem, (q, k, v), operands = next(steps.outer(problem, (q, k, v), operands))
     steps.check_aligned(q=q, k=k, v=v, **operands.arrays)
-    problem, operands, *_ = as_bits(problem, operands, device_id, False)
+    problem, operands, *_ = as_bits(problem, operands, (q, k, v), False)
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
     out = cupy.empty(shape, q.dtype)
     prepared, family, rejections = _prepare(problem, device, (q, k, v, out, None), operands)

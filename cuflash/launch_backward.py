@@ -18,7 +18,7 @@ import numpy as np
 from . import launch_gradients as gradients
 from . import launch_steps as steps
 from .families import choose, portable, sm90_backward
-from .launch_block_map import list_rest, list_words
+from .launch_block_map import list_plans, list_rest, list_words
 from .launch_extras import Operands
 from .launch_mask_bits import as_bits
 from .launch_steps import BATCH_DIMS, Step
@@ -288,7 +288,7 @@ def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) ->
         return
     device_id = given.q.data.device_id
     if problem.program is not None:
-        masked = as_bits(problem, operands, device_id, True)
+        masked = as_bits(problem, operands, given[:4], True, tile)
         masked.launch(device_id)
         problem, operands = masked.problem, masked.operands
     kernels, narrow = _ready(problem, given, deterministic, wanted, operands, tile)
@@ -318,9 +318,12 @@ def _plans_of(problem, given, operands, deterministic, wanted, tile):
             _plans_of, problem, given, operands, deterministic, wanted, tile
         )
     given = _Arrays(*given)
-    problem, operands, first, _ = as_bits(problem, operands, given.q.data.device_id, True)
+    problem, operands, first, _ = as_bits(problem, operands, given[:4], True, tile)
     kernels, _ = _ready(problem, given, deterministic, wanted, operands, tile)
-    return [step.plan for step in kernels.steps] + ([] if first is None else [first.plan])
+    plans = [step.plan for step in kernels.steps]
+    plans += list_plans(problem, kernels.stats.plan, operands)
+    plans += list_plans(problem, kernels.main.plan, operands, backward=True)
+    return plans if first is None else [*plans, first.plan]
 
 
 def _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv) -> _Arrays:
@@ -381,7 +384,8 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays, operands, by_s
     else:
         kernels.main.launch(device_id, q, k, v, dout, *written)
     if kernels.cast is not None:
-        kernels.cast.launch(device_id, accum, dq)
+        words = steps.starts_of(operands.lengths) if kernels.cast.plan["kLengths"] else ()
+        kernels.cast.launch(device_id, accum, dq, *words)
     if by_sink is not None:
         delta = workspace.reshape(kernels.rows, 3, kernels.stats_pitch)[:, 2, : problem.seqlen_q]
         by_sink[...] = gradients.sink_gradient(operands.sinks, a.lse, delta.reshape(a.lse.shape))

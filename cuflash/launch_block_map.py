@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
 
 from . import launch_steps as steps
 from .block_lists import Cut, lists, row_length
@@ -21,14 +22,42 @@ from .score_text import Options
 
 _LARGEST_BLOCK = 1 << 30  # longer than any sequence; kernels have 32 bits
 
-# What a CUDA graph makes anew whenever it runs, so that nobody else may have its memory.
-_held_by_graphs: list = []
-
-
 class _Made(NamedTuple):
     lists: Any  # cupy.ndarray of int32
     stream: int
     event: Any
+
+
+class Spans(NamedTuple):
+    """In place of a map, for one call: ids of segments, contiguous arrays of int32."""
+
+    q: Any  # (*batch, L)
+    k: Any  # (*batch, S)
+    made: list  # lists, until the call is over
+
+    @property
+    def kinds(self):
+        """As a map's, for its leading axes."""
+        return self.k[..., None, None, :]
+
+    def step(self, cut: Cut, backward: bool) -> Step:
+        """The kernel that writes lists."""
+        rows, count = cut.blocks[backward], self.k.size // cut.seqlen_k
+
+        def make():
+            plan = portable.span_lists_plan(cut, backward)
+            band = cut.band or (-cut.seqlen_q, cut.seqlen_k)
+            return Step.of(plan, count * rows, *cut[:2], *band, rows, row_length(cut, backward))
+
+        return steps.prepared(("span lists", cut, backward, count), make)
+
+    def lists(self, cut: Cut, backward: bool):
+        shape = self.k.size // cut.seqlen_k * cut.blocks[backward], row_length(cut, backward)
+        array = cupy.empty(shape, np.int32)
+        self.made.append(steps.kept(array))
+        given = (x.data.ptr for x in (self.q, self.k, array))
+        self.step(cut, backward).launch(array.data.device_id, *given)
+        return array
 
 
 def cut_of(problem, plan, backward=False) -> Cut:
@@ -60,6 +89,13 @@ def list_words(problem, plan, operands, backward=False) -> tuple[int, ...]:
     return (array.data.ptr + skipped * array.itemsize,)
 
 
+def list_plans(problem, plan, operands, backward=False) -> list:
+    """The kernel that writes a launch's lists, if one does."""
+    owner = operands.block_map and operands.block_map.owner
+    cut = cut_of(problem, plan, backward)
+    return [owner.step(cut, backward).plan] if isinstance(owner, Spans) else []
+
+
 def list_rest(problem, plan, operands, backward=False) -> list[int]:
     """The strides of the lists, as Strides."""
     view = operands.block_map
@@ -83,6 +119,8 @@ def _strides(view, cut: Cut, backward: bool) -> list[int]:
 
 def _lists(block_map, cut: Cut, backward: bool):
     """A map's lists for a kernel, made now or before."""
+    if isinstance(block_map, Spans):
+        return block_map.lists(cut, backward)
     stream = cupy.cuda.get_current_stream()
     number, capturing = steps.stream_id(stream), stream.is_capturing()
     found = block_map._made.get((cut, backward))
@@ -91,10 +129,8 @@ def _lists(block_map, cut: Cut, backward: bool):
     if found is not None and not capturing:
         stream.wait_event(found.event)
         return found.lists
-    array = lists(cupy, block_map.kinds, block_map.block, cut, backward)
-    if capturing:
-        _held_by_graphs.append(array)
-    else:
+    array = steps.kept(lists(cupy, block_map.kinds, block_map.block, cut, backward))
+    if not capturing:
         block_map._made[cut, backward] = _Made(array, number, stream.record())
     return array
 

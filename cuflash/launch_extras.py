@@ -32,6 +32,7 @@ class Operands:
     sums: dict = field(default_factory=dict)  # argument -> launch_gradients.Sums
     packing: Any = None  # of packed sequences
     block_map: Any = None  # a blockmap.MapView
+    lengths: tuple = ()  # of the queries, of the keys of each batch entry: int32, or None
 
     @classmethod
     def of(cls, problem, extras) -> Operands:
@@ -135,6 +136,8 @@ class Operands:
     def words(self, options: Options) -> list:
         """The values of the rows that each launch writes."""
         found = [x.data.ptr for x in self.packing.intervals] if options.packed else []
+        if options.lengths:
+            found = steps.starts_of(self.lengths)
         if not options:
             return found
         found += [self.first_batch]

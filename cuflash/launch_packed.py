@@ -10,6 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from . import launch_steps as steps
 from .families import portable
 from .launch_steps import Step
 from .params import SPARE_ROWS
@@ -17,10 +18,6 @@ from .params import SPARE_ROWS
 UNBOUNDED = 1 << 40  # beyond every array
 _ROOM = 1 << 10  # rows that indices of 32 bits need beyond the arrays (kNowhere in interval.cuh)
 _OFFSETS = ("int32", "int64")  # dtypes that offsets.cu reads
-
-# What CUDA graphs write and read when they are launched again, so that nobody else may have it;
-# nothing tells when a graph is gone.
-_held_by_graphs: list = []
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,7 @@ def pack(device_id: int, q_offsets, k_offsets, rows, window, shift, places: bool
         *([x.data.ptr for x in found] or (0, 0)),
     )  # fmt: skip
     packing = Packing(sequences, cleaned[0], shifts, intervals, found)
-    if cupy.cuda.get_current_stream().is_capturing():
-        _held_by_graphs.append((packing, given, cleaned))
+    steps.kept((packing, given, cleaned))
     return packing
 
 

@@ -58,6 +58,18 @@ def stream_id(stream) -> int:
     return int(number)
 
 
+# What CUDA graphs write or read when they are launched again, so that nobody else may have its memory;
+# nothing tells when a graph is gone.
+_held_by_graphs: list = []
+
+
+def kept(array):
+    """The array, held for the graph that is being captured, if one is."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        _held_by_graphs.append(array)
+    return array
+
+
 # ---- views -----------------------------------------------------------------------------------
 
 

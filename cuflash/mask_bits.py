@@ -1,5 +1,6 @@
 """Masks as bits: where many heads share what a call's masks let through, a kernel writes it down once,
-a bit for each pair, and the attention kernels read that instead of the masks.
+a bit for each pair, and the attention kernels read that instead of the masks. Lengths and segments
+need less: ends of batch entries, lists of blocks (`unmasked`).
 
 Read pair by pair a boolean mask costs a Hopper warp eight lines of L1 for 64 bytes that it uses; as
 bits a row of 64 keys is one read. And whatever the masks are made of, what reads them is one kernel.
@@ -11,7 +12,7 @@ import math
 from dataclasses import replace
 
 from .plan import round_up
-from .score import BITS, BITS_BY_KEY, Arg, Node, Program, element, ordered
+from .score import BITS, BITS_BY_KEY, Arg, Node, Program, element, ordered, symbol
 
 TILE = 256  # queries and keys of a thread block of mask_bits.cu
 # Kernels read words of whole blocks of theirs, of up to TILE keys, from the last one that lies in
@@ -20,6 +21,10 @@ SPARE_WORDS = TILE // 32
 # Estimates, not measured yet: how many heads, of all batch entries, pay for the kernel in front, and
 # how many pairs of all heads.
 SHARED_BY, LEAST_PAIRS = 4, 1 << 24
+# The same of lengths and segments, and from how many keys and up to how many rows (span_lists.cu) and
+# head dimensions, forward and backward, for which there are registers.
+LENGTH_PAIRS, SEGMENT_PAIRS = 1 << 22, 1 << 24
+SEGMENT_KEYS, SEGMENT_ROWS, SEGMENT_DIMS = 2048, 1 << 17, (192, 128)
 
 
 def row_words(length: int) -> int:
@@ -50,14 +55,47 @@ def own_axes(problem, args) -> tuple[int, ...]:
     return tuple(own)
 
 
+def pairs(problem) -> int:
+    return math.prod(problem.batch) * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+
+
+def unmasked(problem, backward: bool):
+    """A large call in which lengths or ids alone hide keys, beside a band, with ends or with a map in the
+    masks' place, and the numbers of these arguments, of queries and of keys; None of a side without.
+    Other calls are False.
+    """
+    program, size = problem.program, pairs(problem)
+    others = problem.sinks or problem.dropout or problem.packed or problem.block_map
+    if others or program.value is not symbol("s"):
+        return False
+    terms = [program.visible]
+    while terms[0].op == "and":
+        terms[:1] = terms[0].operands
+    parts = [(term.op, *(x.op for x in term.operands)) for term in terms]
+    if set(parts) == {("less", "symbol", "element")} and size >= LENGTH_PAIRS:
+        ends = {place.value: end.value for place, end in (term.operands for term in terms)}
+        return replace(problem, program=None, lengths=True), (ends.get("i"), ends.get("j"))
+    keys, widest = problem.seqlen_k, max(problem.head_dim, problem.head_dim_v)
+    if (
+        parts == [("equal", "element", "element")]
+        and size >= SEGMENT_PAIRS
+        and SEGMENT_KEYS <= keys
+        and max(problem.seqlen_q, keys) <= SEGMENT_ROWS
+        and keys % 2 == 0  # ids of two are one read
+        and widest <= SEGMENT_DIMS[backward]
+    ):
+        program = replace(program, args=tuple(replace(x, dtype="int32") for x in program.args))
+        return replace(problem, program=program, block_map=(128, 128)), (0, 1)
+    return False
+
+
 def pays(problem, args) -> bool:
     """Whether a call's masks are worth a kernel in front."""
     program = problem.program
     if program is None or program.visible is None or problem.packed or not _reads(program.visible):
         return False
     heads = math.prod(problem.batch) * problem.num_heads
-    pairs = heads * problem.seqlen_q * problem.seqlen_k
-    return pairs >= LEAST_PAIRS and heads >= SHARED_BY * math.prod(own_axes(problem, args))
+    return pairs(problem) >= LEAST_PAIRS and heads >= SHARED_BY * math.prod(own_axes(problem, args))
 
 
 def _reads(node) -> bool:

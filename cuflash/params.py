@@ -201,6 +201,16 @@ TABLES = {
         ("shift", "i64"),
         ("bottom_right", "i32"),
     ],
+    "span_lists": [
+        ("q_ids", "in"),
+        ("k_ids", "in"),
+        ("lists", "out"),
+        ("seqlen_q", "i32"),
+        ("seqlen_k", "i32"),
+        *_BAND,
+        ("num_rows", "u32"),
+        ("row_length", "i32"),
+    ],
     "block_map": [
         ("kinds", "out"),
         *_SHAPE,

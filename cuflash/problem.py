@@ -52,6 +52,7 @@ class Problem:
     program: Program | None = None  # what options make of the scores; numbers and arrays are apart
     sinks: bool = False
     dropout: bool = False
+    lengths: bool = False  # whether batch entries have lengths of their own, in place of masks
     block_map: tuple[int, int] | None = None  # queries and keys of a block of the call's map
 
     @property

@@ -31,6 +31,7 @@ ELEMENTS = {
 }
 
 MAP_UNIT = 128
+LENGTHS = (("q_lengths", "in"), ("k_lengths", "in"))  # of kLengths: lengths_of in attn/mask.cuh
 
 # Without any option. What would take part in arithmetic is never called.
 PLAIN = """\
@@ -83,6 +84,7 @@ class Options:
     scaled: bool = False
     # Whether sequences are packed: b, i and j are then what attn/interval.cuh says of a pair.
     packed: bool = False
+    lengths: bool = False  # of batch entries; without any other option
     # Whether what is added to scaled scores can be added, divided by the scale, to products.
     divisible: bool = False
 
@@ -102,6 +104,7 @@ class Options:
             block,
             problem.program is not None or problem.sinks or problem.dropout or bool(block),
             problem.packed,
+            problem.lengths,
             abs(problem.scale) >= 2.0**-20,
         )
 
@@ -118,6 +121,7 @@ class Options:
         found += ["a block map, pair by pair"] if self.map_block else []
         found += ["sinks"] if self.sinks else []
         found += ["dropout"] if self.dropout else []
+        found += ["lengths, as the ends of queries and keys"] if self.lengths else []
         return "; ".join(found)
 
     @property
@@ -138,7 +142,7 @@ def rows(options: Options, forward: bool, staged: int | None = None) -> tuple[tu
     """What the options add to a kernel's table; ``staged``: as in `text`."""
     packed = (("q_intervals", "in"), ("k_intervals", "in")) if options.packed else ()
     if not options:
-        return packed
+        return LENGTHS if options.lengths else packed
     found = [*packed, ("first_batch", "word")]
     found += [("staged_map", "map")] if staged is not None else []
     if options.packed:

@@ -142,7 +142,7 @@ struct Backward : BackwardScores {
         if constexpr (!Plan::kBand) return int(p.num_blocks);
         const int first = m_block * Plan::kBlockM;
         const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
-        return key_blocks(p, first, last).end;
+        return key_blocks(p, {p.seqlen_q, p.seqlen_k}, first, last).end;
     }
     __device__ __forceinline__ void accumulate_dq(int m_block, KTile k_input) {
         const int warp = detached(int(threadIdx.x)) / kWarpSize;

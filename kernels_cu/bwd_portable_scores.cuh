@@ -11,7 +11,7 @@ struct BackwardScores : BackwardBlock {
 
     __device__ __forceinline__ BackwardScores(const Params& params, BlockWork w, u32 smem_base)
         : BackwardBlock(params, w, smem_base),
-          mask(mask_of(p)) {}
+          mask(mask_of(p, w.batch)) {}
 
     __device__ __forceinline__ int slice() const { return Plan::kSlices == 1 ? 0 : work().slice; }
     // Of the current head.

@@ -106,7 +106,7 @@ struct BackwardBlock {
                 before * p.dout_strides.head);
             const int first_key = w.block * Plan::kBlockN;
             const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
-            BlockRange queries = query_blocks(p, first_key, last_key);
+            BlockRange queries = query_blocks(p, {p.seqlen_q, p.seqlen_k}, first_key, last_key);
             // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step
             // of the last block is masked.
             if (first_key + Plan::kBlockN > p.seqlen_k)

@@ -6,7 +6,7 @@
 // parts. Where rows are 16-byte pieces, the quad exchanges pairs so that each lane has one piece.
 //
 // kEmptyRows: dq_accum holds nothing for a block of so many queries that sees no key; its dq is 0.
-#include "attn/band.cuh"
+#include "attn/mask.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/misc.cuh"
 #include "tile/fragment.cuh"
@@ -76,14 +76,15 @@ __device__ __forceinline__ void store_unit(const Rows<Out>& dq, i64 row, int col
 }
 
 // Whether nothing was added for the block of queries that holds `row`.
-__device__ __forceinline__ bool is_empty(const Params& p, i64 row) {
+__device__ __forceinline__ bool is_empty(const Params& p, u32 batch, i64 row) {
     if constexpr (Plan::kEmptyRows == 0) return false;
     constexpr int kRows = Plan::kEmptyRows > 0 ? Plan::kEmptyRows : 1;
     const int first = int(row) / kRows * kRows;
-    const int last = min_of(first + kRows, p.seqlen_q) - 1;
+    const Lengths ends = lengths_of(p, batch);
+    const int last = min_of(first + kRows, ends.seqlen_q) - 1;
     const BlockRange keys =
-        band_range<true>(first, last, p.band_lo, p.band_hi, 1, p.seqlen_k);
-    return keys.begin == keys.end;
+        band_range<Plan::kBand>(first, last, p.band_lo, p.band_hi, 1, ends.seqlen_k);
+    return (Plan::kLengths && first > last) || keys.begin == keys.end;
 }
 
 extern "C" __global__ void __launch_bounds__(Plan::kThreads)
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(Plan::kThreads)
         for (int b = 0; b < kBatch; ++b)
             if (unit(b) < kUnits && row(b) < p.seqlen_q) {
                 load_unit(accum + (first_row / 16 * kPairsOfTiles + unit(b)) * 256, x[b]);
-                if (is_empty(p, row(b)))
+                if (is_empty(p, batch, row(b)))
                     for (Accum(&tile)[4] : x[b])
                         for (Accum& value : tile) value = 0;
             }

@@ -100,7 +100,7 @@ struct Forward {
         : p(params),
           smem(smem_base),
           warp_row(int(threadIdx.x) / kWarpSize * kWarpRows),
-          mask(mask_of(p)),
+          mask(mask_of(p, w.batch)),
           scale_log2(Accum(p.scale_log2)) {
         softmax.init();
         if (threadIdx.x == 0) {
@@ -110,13 +110,14 @@ struct Forward {
             v_start().set(
                 head_start<const T>(p.v, p.v_strides, p.batch_sizes, w.batch, w.head / p.group));
             const int first_row = w.block * Plan::kBlockM;
-            const int last_row = min_of(first_row + Plan::kBlockM, p.seqlen_q) - 1;
+            const Lengths ends = lengths_of(p, w.batch);
+            const int last_row = min_of(first_row + Plan::kBlockM, ends.seqlen_q) - 1;
             if constexpr (Plan::kBlockMap) {
                 const BlockList list = list_of(p, w.batch, w.head, w.block);
                 shared_list().set(list.row);
                 range().set(list.range());
             } else {
-                range().set(key_blocks(p, first_row, last_row));
+                range().set(key_blocks(p, ends, first_row, last_row));
             }
         }
         __syncthreads();

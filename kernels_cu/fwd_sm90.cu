@@ -63,22 +63,7 @@
 // array of queries by keys comes as keys do where a tensor map can describe it, kStaged: read by
 // lanes from global memory, 16 bytes of a row at a time, it waited for the first-level cache.
 //
-// Measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio to cuDNN in
-// the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %, sessions by more: the
-// tiles of the table came to 0.99, 0.95 and 0.98 at 512 causal in bench/results.
-//
-//     D    tile, stages  form         full               causal
-//     64   192 x 128, 4  exact        1.14  1.14  1.16   1.01  1.15  1.16
-//     64   192 x 128, 4  late, turns  1.17  1.23  1.27   0.99  1.15  1.25
-//     64   128 x 128, 3  exact        0.96  0.98   -     0.87  0.99   -
-//     128  192 x 80, 3   exact        1.02  1.15   -     0.93  1.22   -
-//     128  192 x 80, 3   late         0.98  1.17  1.20   0.94  1.26  1.36
-//     128  192 x 64, 4   exact        1.06  1.10  1.08   1.02  1.25  1.23
-//     128  128 x 128, 2  exact        1.07  1.11  1.11   0.97  1.26  1.26
-//     256  128 x 80, 2   late         1.01  1.13  1.19   0.88  1.11  1.28
-//     256  128 x 64, 2   exact        1.16  1.18  1.18   0.99  1.22  1.31
-//     256  128 x 64, 2   exact, turns 1.19  1.21  1.20   0.99  1.22  1.32
-//     256  128 x 64, 2   late, turns  1.15  1.19  1.20   0.96  1.19  1.26
+// Tiles and forms as measured: bench/tune.py.
 //
 // At D = 256 a step of 80 keys leaves no room for the output, which then waits for the queries'
 // place and they for it: 6,000 of a piece's 22,000 cycles at 512 causal.
@@ -180,8 +165,9 @@ struct Consumer {
         return settled;
     }
     __device__ __forceinline__ void apply_mask(Scores& s, int n_block) const {
-        const auto visible = mask_of(p);
-        const int row = piece().first_row + 16 * warp, col = n_block * Plan::kBlockN;
+        const Piece piece = this->piece();
+        const auto visible = mask_of(p, piece.batch);
+        const int row = piece.first_row + 16 * warp, col = n_block * Plan::kBlockN;
         const auto hide = [&](auto seen) {
             s.for_each(row, col, [&](float& x, int i, int j) {
                 x = seen(i, j) ? x : -infinity<float>();
@@ -309,7 +295,8 @@ struct Consumer {
             if (Plan::kLate && own.full_end < own.end) own.full_end = max_of(own.full_end - 1, 0);
         } else if constexpr (Plan::kBand && Plan::kLate) {
             const int first = Piece::existing(piece.first_row + (Plan::kSkip ? row : 0));
-            own.full_end = min_of(own.full_end, last_key(p, first) / Plan::kBlockN);
+            const Lengths ends = lengths_of(p, piece.batch);
+            own.full_end = min_of(own.full_end, last_key(p, ends, first) / Plan::kBlockN);
         }
         return own;
     }
@@ -334,7 +321,7 @@ struct Consumer {
                                  .from_column(64 * panel);
         rows.dim = min_of(rows.dim, 64);
         const BlockRange range = pieces.keys();
-        const Visible<MaskFor<Plan::kBand>, Score> visible{mask_of(p),
+        const Visible<MaskFor<Plan::kBand>, Score> visible{mask_of(p, piece.batch),
                                                            {p, piece.batch, piece.head}};
         if constexpr (Plan::kBlockMap) {
             for (int place = range.full_end; place < range.end; ++place)
@@ -376,24 +363,30 @@ struct Consumer {
         const int first_row = piece.first_row + 16 * warp;
         if (Plan::kBand && first_row < 0) return;
         softmax.finish();
+        // Rows behind the last query saw keys, since only masked steps look.
+        const int end = lengths_of(p, piece.batch).seqlen_q;
+        const auto exists = [&](int q) { return first_row + 8 * q + lane_id() / 4 < end; };
         if (p.lse != nullptr && lane_id() % 4 == 0) {
             float* lse =
                 head_start<float>(p.lse, p.lse_strides, p.batch_sizes, piece.batch, piece.head);
             for (int q = 0; q < 2; ++q) {
                 const int row = first_row + 8 * q + lane_id() / 4;
-                if (row < p.seqlen_q) lse[row * p.lse_strides.row] = this->lse(q);
+                if (row < p.seqlen_q)
+                    lse[row * p.lse_strides.row] =
+                        !Plan::kLengths || exists(q) ? this->lse(q) : -infinity<float>();
             }
         }
         const float inverse[2] = {inverse_sum(0), inverse_sum(1)};
         float check[2] = {0, 0};  // NaN where an output is not finite
         o.for_each_row([&](float& x, int q) {
             x *= inverse[q];
+            if constexpr (Plan::kLengths) x = exists(q) ? x : 0.f;
             check[q] = fma_of(x, 0.f, check[q]);
         });
         if constexpr (Plan::kLate || Plan::kLazy) {
             bool failed = false;
             for (int q = 0; q < 2; ++q)
-                failed |= check[q] != 0 && first_row + 8 * q + lane_id() / 4 < p.seqlen_q;
+                failed |= check[q] != 0 && exists(q);
             if (failed && !piece.exact()) store_shared(smem.failed(pieces.cursor.stage), 1);
         }
         const bool dirty = kCleaners > 0 && is_dirty();

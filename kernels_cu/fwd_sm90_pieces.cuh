@@ -16,8 +16,8 @@ using T = Plan::Element;
 inline constexpr int kConsumers = Plan::kBlockM / 64;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroupSize;
 inline constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-// Whether keys of the sequence may be hidden from a query.
-inline constexpr bool kHidden = Plan::kBand || Score::kHides;
+// Whether keys of the arrays may be hidden from a query.
+inline constexpr bool kHidden = Plan::kBand || Plan::kLengths || Score::kHides;
 inline constexpr int kCleaners = kHidden ? 2 : 0;  // warps; the producer's warpgroup has them
 static_assert(sizeof(T) == 2, "wgmma with 16-bit operands");
 static_assert(Plan::kBlockM % 64 == 0 && Plan::kBlockM <= 256, "a box has at most 256 rows");
@@ -80,15 +80,17 @@ struct Piece {
     __device__ __forceinline__ BlockRange keys(const Params& p, int row = 0,
                                                int rows = Plan::kBlockM) const {
         if constexpr (Plan::kBlockMap) return list(p).range();
-        const int first = first_row + row, last = min_of(first + rows, p.seqlen_q) - 1;
-        return key_blocks(p, existing(first), Plan::kIntervals ? existing(last) : last);
+        const Lengths ends = lengths_of(p, batch);
+        const int first = first_row + row, last = min_of(first + rows, ends.seqlen_q) - 1;
+        return key_blocks(p, ends, existing(first), Plan::kIntervals ? existing(last) : last);
     }
     static __device__ __forceinline__ int existing(int row) {
         return Plan::kBand ? max_of(row, 0) : row;
     }
     // Whether the warpgroup whose rows begin at the piece's row `row` has any.
     __device__ __forceinline__ bool any_exists(const Params& p, int row) const {
-        return first_row + row < p.seqlen_q && (!Plan::kBand || first_row + row >= 0);
+        return first_row + row < lengths_of(p, batch).seqlen_q &&
+               (!Plan::kBand || first_row + row >= 0);
     }
 };
 

@@ -43,10 +43,10 @@ HOST_MODULES = {
     f"test_{name}.py"
     for name in (
         "ahead", "block_lists", "compile", "compile_maps", "compile_packed", "cpu", "cpu_tiles",
-        "import", "intervals", "kernel_dropout", "kernel_mask_bits", "kernel_sums", "launch",
-        "launch_mask_bits", "launch_packed", "launch_scores", "launch_sm90", "package", "plan",
-        "plans_of", "prebuild", "problem", "reference", "sanitize_cases", "score", "score_rows",
-        "score_text", "source",
+        "import", "intervals", "kernel_dropout", "kernel_mask_bits", "kernel_spans", "kernel_sums",
+        "launch", "launch_mask_bits", "launch_packed", "launch_scores", "launch_sm90",
+        "launch_spans", "package", "plan", "plans_of", "prebuild", "problem", "reference",
+        "sanitize_cases", "score", "score_rows", "score_text", "source",
     )
 }  # fmt: skip
 

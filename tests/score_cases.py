@@ -149,19 +149,31 @@ def check(home, case, arrays=None, options=None):
 
 
 @contextlib.contextmanager
-def masks_as_bits():
-    """Bits for every call with masks, however small; what was decided for equal calls is forgotten."""
-    before = mask_bits.LEAST_PAIRS, mask_bits.SHARED_BY
+def _limits(**limits):
+    """mask_bits.py with other limits; what was decided for equal calls is forgotten."""
+    before = {name: getattr(mask_bits, name) for name in limits}
     steps = sys.modules.get("cuflash.launch_steps")
-    try:
-        mask_bits.LEAST_PAIRS = mask_bits.SHARED_BY = 0
+
+    def put(values):
+        vars(mask_bits).update(values)
         if steps is not None:
             steps._prepared.clear()
+
+    try:
+        put(limits)
         yield
     finally:
-        mask_bits.LEAST_PAIRS, mask_bits.SHARED_BY = before
-        if steps is not None:
-            steps._prepared.clear()
+        put(before)
+
+
+def masks_as_bits():
+    """Bits for every call with masks, however small."""
+    return _limits(LEAST_PAIRS=0, SHARED_BY=0)
+
+
+def without_masks():
+    """Ends or lists for every call with lengths or segments alone."""
+    return _limits(LENGTH_PAIRS=0, SEGMENT_PAIRS=0, SEGMENT_KEYS=0)
 
 
 def check_agreement(gpu, shape, dtype, ways, allowed):

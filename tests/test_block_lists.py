@@ -304,8 +304,8 @@ def test_lists_are_made_once(host):
         stream.capturing = True
         assert places() == first
         steps.stream_id = lambda stream: 7
-        held = len(module._held_by_graphs)
-        assert places() != first and len(module._held_by_graphs) == held + 1
+        held = len(module.steps._held_by_graphs)
+        assert places() != first and len(module.steps._held_by_graphs) == held + 1
         stream.capturing = False
         assert places() == first and len(stream.waits) == 1
     finally:

@@ -30,6 +30,7 @@ template <class X> X load_constant(const X* address) { return *address; }
 thread_local Lane threadIdx;
 inline constexpr unsigned kFullWarp = ~0u;
 inline int opaque(int x) { return x; }
+inline int detached(int x) { return x; }
 
 // What the lanes of a warp exchange: all write, all read, in step.
 struct Warp {

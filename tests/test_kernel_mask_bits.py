@@ -37,7 +37,7 @@ struct Params {
     int band_lo, band_hi, seqlen_q, seqlen_k, row_words;
     unsigned num_heads, num_blocks, num_key_blocks;
 };
-struct Plan { static constexpr bool kBand = false, kByKey = BY_KEY; };
+struct Plan { static constexpr bool kBand = false, kLengths = false, kByKey = BY_KEY; };
 template <bool kBand> struct Mask { int lo, hi, seqlen_q, seqlen_k; };
 template <bool kBand> using MaskFor = Mask<kBand>;
 using Accum = float;

@@ -102,10 +102,10 @@ def test_a_stream_has_one_counter(gpu_side, monkeypatch):
 
 
 def test_a_graph_keeps_its_counter(gpu_side, monkeypatch):
-    cupy, _, launch = gpu_side
+    cupy, steps, launch = gpu_side
     problem = problem_of(length=7000, batch=(9,), band=Band(-7000, 0), num_heads=4)
     arrays = arrays_of(cupy, problem)
-    held = launch._held_by_graphs
+    held = steps._held_by_graphs
     monkeypatch.setattr(cupy, "capturing", False)
     launch.forward(problem, *arrays)
     assert not held

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import block_lists, score_text
 from ..plan import CPP_TYPES, ITEM_BYTES, Plan, round_up, tile_bytes
-from ..score_text import ELEMENTS, Options
+from ..score_text import ELEMENTS, LENGTHS, Options
 
 NAME = "portable"
 DIRECTIONS = ("forward", "backward")
@@ -247,8 +247,9 @@ def _common(problem, tile, tail=False):
         ("kScaleSign", sign),
         ("kBand", problem.bounded),
         ("kIntervals", problem.packed),
+        ("kLengths", problem.lengths),
         # Whether a sequence ends inside a block; with a band the masked bodies see to that.
-        ("kTail", not problem.bounded and tail),
+        ("kTail", not problem.bounded and (tail or problem.lengths)),
         ("kBlockMap", problem.block_map is not None),
     ]
 
@@ -374,16 +375,21 @@ def cast_plan(problem, backward: Plan, *, whole: bool) -> Plan:
     """The plan of cast.cu, which reads what ``backward`` accumulated; ``whole``: rows of dq start
     and end on 16 bytes. Blocks of queries that see no key may have nothing there.
     """
-    empty = problem.band is not None and dict(backward.constants).get("kStoreFirst", False)
+    first = dict(backward.constants).get("kStoreFirst", False)
+    lengths = first and problem.lengths
+    empty = lengths or (first and problem.band is not None)
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kThreads", 256),
         ("kBlockRows", 64),
         ("kEmptyRows", backward["kBlockM"] if empty else 0),
+        ("kBand", problem.band is not None),
+        ("kIntervals", False),
+        ("kLengths", lengths),
         ("kAccumTiles", backward["kAccumTiles"]), ("kAccumVector", backward["kAccumVector"]),
         ("kStoreBytes", 16 if whole and ITEM_BYTES[problem.dtype] == 2 else 0),
     )
-    return Plan("cast", "cast", 256, 0, constants)
+    return Plan("cast", "cast", 256, 0, constants, operands=LENGTHS if lengths else ())
 
 
 def row_norm_plan(dtype: str) -> Plan:
@@ -401,6 +407,13 @@ def intervals_plan() -> Plan:
     """The plan of intervals.cu."""
     constants = (("kThreads", 256),)
     return Plan("intervals", "intervals", 256, 0, constants)
+
+
+def span_lists_plan(cut, backward: bool) -> Plan:
+    """The plan of span_lists.cu for a block_lists.Cut."""
+    constants = [("kThreads", 256), ("kBackward", backward)]
+    constants += [("kBlockM", cut.block_m), ("kBlockN", cut.block_n)]
+    return Plan("span_lists", "span_lists", 256, 0, tuple(constants))
 
 
 def block_map_plan(problem) -> Plan:
@@ -422,6 +435,7 @@ def _looking_plan(name: str, problem, threads: int, constant: tuple) -> Plan:
         ("Element", CPP_TYPES[problem.dtype]),
         ("kBand", problem.band is not None),
         ("kIntervals", False),
+        ("kLengths", False),
         constant,
     )
     return Plan(

@@ -32,7 +32,7 @@ class Tile:
 
 
 # By the largest head dimensions that a row serves: tiles for up to so many keys with a band, and
-# without, as measured at 512 to 16384 (fwd_sm90.cu has the figures).
+# without, as measured at 512 to 16384 (bench/tune.py has the figures).
 MANY = 1 << 31
 _LATE_64 = Tile(192, 128, 4, late=True, turns=True)
 _LATE_96, _LATE_128 = Tile(192, 96, 3, late=True), Tile(192, 80, 3, late=True)
@@ -248,12 +248,14 @@ def forward_plan(
             f"{problem.head_dim_v}"
         )
     sign = (problem.scale > 0) - (problem.scale < 0)
+    tail = problem.seqlen_k % tile.block_n != 0
     constants = (
         ("Element", CPP_TYPES[problem.dtype]),
         ("kScaleSign", sign),
         ("kBand", problem.bounded),
         ("kIntervals", problem.packed),
-        ("kTail", not problem.bounded and problem.seqlen_k % tile.block_n != 0),
+        ("kLengths", problem.lengths),
+        ("kTail", not problem.bounded and (tail or problem.lengths)),
         ("kHeadDim", head_dim),
         ("kHeadDimV", head_dim_v),
         ("kBlockM", tile.block_m),
@@ -265,7 +267,7 @@ def forward_plan(
         ("kFused", tile.fused),
         ("kLate", tile.late),
         ("kTurns", tile.turns),
-        ("kLazy", tile.lazy and (problem.bounded or hides(problem))),
+        ("kLazy", tile.lazy and (problem.bounded or problem.lengths or hides(problem))),
         ("kSkip", tile.skip and problem.bounded and problem.block_map is None),
         ("kBlockMap", problem.block_map is not None),
         ("kStaged", staged is not None),

@@ -42,7 +42,7 @@ struct Consumer {
     // What the score makes of a query head. The starts of its arrays come from shared memory:
     // kept from one step to the next they would fill the registers.
     __device__ __forceinline__ Sees sees(u32 head) const {
-        return {mask_of(p),
+        return {mask_of(p, work.batch),
                 Score(p, work.batch, head, [&](int n) {
                     return __cvta_global_to_generic(smem.start(n).get());
                 })};
@@ -78,7 +78,7 @@ struct Consumer {
         return __any_sync(kFullWarp, row_has([](float x) { return x != 0; }, smem.row_max(stage)));
     }
     __device__ __forceinline__ void hide(Scores& s, int m) const {
-        const auto visible = mask_of(p);
+        const auto visible = mask_of(p, work.batch);
         s.for_each(opaque(first_key + warp_row()), opaque(m * Plan::kBlockM),
                    [&](float& x, int j, int i) { x = visible.transposed(j, i) ? x : 0.f; });
     }

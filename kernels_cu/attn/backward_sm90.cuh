@@ -34,9 +34,8 @@
 // same queries; without turns the lists begin at different blocks. Every sum then begins with 0.
 #pragma once
 #include "../ptx/bulk.cuh"
+#include "../ptx/matrix.cuh"
 #include "../ptx/mbarrier.cuh"
-#include "../ptx/named_barrier.cuh"
-#include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../tile/copy.cuh"
@@ -59,35 +58,43 @@ __device__ __forceinline__ Work<1> work_of(const Params& p, u32 index) {
 // The blocks of queries that see a block of keys.
 __device__ __forceinline__ BlockRange queries_of(const Params& p, const Work<1>& w) {
     const int first_key = w.block * Plan::kBlockN;
-    const int last_key = min_of(first_key + Plan::kBlockN, p.seqlen_k) - 1;
-    BlockRange range = query_blocks(p, first_key, last_key);
+    const Lengths ends = lengths_of(p, w.batch);
+    const int last_key = min_of(first_key + Plan::kBlockN, ends.seqlen_k) - 1;
+    BlockRange range = query_blocks(p, ends, first_key, last_key);
     // Keys beyond the end are zeros, not hidden, and their weights may overflow: every step of the
     // last block is masked.
-    if (first_key + Plan::kBlockN > p.seqlen_k) range.full_begin = range.full_end = range.end;
+    if (first_key + Plan::kBlockN > ends.seqlen_k) range.full_begin = range.full_end = range.end;
     return range;
 }
 
 // Tickets without a band: a block's place in its group, and the group's size.
 struct Place {
-    u32 place, size;
+    u32 place, size, num_m_blocks;
     __device__ __forceinline__ Place(const Params& p, const Work<1>& w) {
         const u32 outer = w.batch * (p.num_heads / p.group) + w.head;
         const u32 group = outer < p.num_sectioned ? p.turn_group : p.last_turn_group;
         place = u32(w.block) % group;
-        size = min_of(group, p.num_blocks - (u32(w.block) - place));
+        u32 num_blocks = p.num_blocks;
+        num_m_blocks = p.num_m_blocks;
+        if constexpr (Plan::kLengths) {
+            const Lengths ends = lengths_of(p, w.batch);
+            num_m_blocks = ceil_div(ends.seqlen_q, Plan::kBlockM);
+            // Blocks behind the last key take no turns.
+            num_blocks = max_of(ceil_div(ends.seqlen_k, Plan::kBlockN), w.block + 1);
+        }
+        size = min_of(group, num_blocks - (u32(w.block) - place));
     }
 
     // Where a block starts: places are spread over the blocks of queries.
-    __device__ __forceinline__ int start(const Params& p) const {
-        return int(p.num_m_blocks >= size ? place * (p.num_m_blocks / size)
-                                          : place * p.num_m_blocks / size);
+    __device__ __forceinline__ int start() const {
+        return int(num_m_blocks >= size ? place * (num_m_blocks / size)
+                                        : place * num_m_blocks / size);
     }
     // How many of the group add to block m of queries earlier: those that started latest before m
     // come first, then round.
-    __device__ __forceinline__ u32 turn(const Params& p, int m) const {
-        const u32 latest = p.num_m_blocks >= size
-                               ? min_of(u32(m) / (p.num_m_blocks / size), size - 1)
-                               : (u32(m + 1) * size - 1) / p.num_m_blocks;
+    __device__ __forceinline__ u32 turn(int m) const {
+        const u32 latest = num_m_blocks >= size ? min_of(u32(m) / (num_m_blocks / size), size - 1)
+                                                : (u32(m + 1) * size - 1) / num_m_blocks;
         return latest >= place ? latest - place : latest + size - place;
     }
 };
@@ -97,11 +104,12 @@ struct Place {
 __device__ __forceinline__ u32 turn_of(const Params& p, const Work<1>& w, int m) {
     if constexpr (Plan::kBand) {
         const int first = m * Plan::kBlockM;
-        const int last = min_of(first + Plan::kBlockM, p.seqlen_q) - 1;
-        return u32(key_blocks_end(p, first, last) - 1 - w.block);
+        const Lengths ends = lengths_of(p, w.batch);
+        const int last = min_of(first + Plan::kBlockM, ends.seqlen_q) - 1;
+        return u32(key_blocks_end(p, ends, first, last) - 1 - w.block);
     } else {
         const Place place(p, w);
-        return u32(w.block) - place.place + place.turn(p, m);
+        return u32(w.block) - place.place + place.turn(m);
     }
 }
 
@@ -115,7 +123,7 @@ struct RangeWalk {
     __device__ __forceinline__ RangeWalk(const Params& p, const Shared& shared, const Work<1>& w)
         : smem(shared) {
         const BlockRange range = smem.range().get();
-        m = Plan::kBand ? range.begin : Place(p, w).start(p);
+        m = Plan::kBand ? range.begin : Place(p, w).start();
         left = (range.end - range.begin) * int(p.group);
     }
     __device__ __forceinline__ void next() {

@@ -7,6 +7,21 @@
 #include "../types.cuh"
 #include "interval.cuh"
 
+// How many queries and keys a batch entry has: the arrays', or with kLengths no more than the caller says.
+struct Lengths {
+    int seqlen_q, seqlen_k;
+};
+template <class Params>
+__device__ __forceinline__ Lengths lengths_of(const Params& p, u32 batch) {
+    if constexpr (Plan::kLengths) {
+        const auto end = [&](int most, const void* given) {
+            return min_of(most, max_of(load_constant(static_cast<const int*>(given) + batch), 0));
+        };
+        return {end(p.seqlen_q, p.q_lengths), end(p.seqlen_k, p.k_lengths)};
+    }
+    return {p.seqlen_q, p.seqlen_k};
+}
+
 template <bool kBand> struct Mask {
     int lo, hi;  // the band, as in attn/band.cuh
     int seqlen_q, seqlen_k;
@@ -51,11 +66,12 @@ struct IntervalMask {
 template <bool kBand>
 using MaskFor = typename Select<Plan::kIntervals, IntervalMask, Mask<kBand>>::type;
 template <bool kBand = Plan::kBand, class Params>
-__device__ __forceinline__ MaskFor<kBand> mask_of(const Params& p) {
+__device__ __forceinline__ MaskFor<kBand> mask_of(const Params& p, u32 batch) {
+    // Equal reads are one.
     if constexpr (Plan::kIntervals)
         return {p.q_intervals, p.k_intervals, p.seqlen_q, p.seqlen_k};
     else
-        return {p.band_lo, p.band_hi, p.seqlen_q, p.seqlen_k};
+        return {p.band_lo, p.band_hi, lengths_of(p, batch).seqlen_q, lengths_of(p, batch).seqlen_k};
 }
 
 // After products whose right operands had inf and NaN replaced by zero, since 0 * NaN is NaN and

@@ -7,8 +7,8 @@
 #include "mask.cuh"
 #include "score.cuh"
 
-// Whether keys of the sequence may be hidden from a query.
-inline constexpr bool kHidden = Plan::kBand || Score::kHides;
+// Whether keys of the arrays may be hidden from a query.
+inline constexpr bool kHidden = Plan::kBand || Plan::kLengths || Score::kHides;
 
 using Sees = Visible<MaskFor<Plan::kBand>, Score>;
 static_assert(Score::kProgram || (!Score::kDropout && !Score::kSinks),

@@ -9,7 +9,7 @@
 // k hold columns 2t, 2t + 1, ..., so that an accumulator is an operand with no data movement.
 #pragma once
 #include "../ptx/cvt.cuh"
-#include "../ptx/ldmatrix.cuh"
+#include "../ptx/matrix.cuh"
 #include "../ptx/mma_sync.cuh"
 #include "../ptx/misc.cuh"
 #include "lanes.cuh"
