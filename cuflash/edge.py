@@ -223,6 +223,8 @@ def backward(
     if call.trivial:
         for gradient in filter(None, gradients):
             gradient.result.fill(0)
+        if scores:
+            targets.clear()
         if scores and problem.sinks and call.problem.seqlen_k == 0 and "dlse" in arrays:
             dlse = inner_lse(call, arrays["dlse"])
             targets.sinks_alone(dlse if packing is None else packing.without_tail(dlse))

@@ -115,14 +115,18 @@ def _main_step(
     # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, but
     # not with a block map.)
     hopper = plan.params == "backward_sm90"
-    turns = plan["kDeterministic"] and plan["kNeedDq"]
+    shared = plan["kDeterministic"] and "shared" in options.squared.values()
+    turns = plan["kDeterministic"] and plan["kNeedDq"] or shared
     spread = hopper and problem.block_map is None
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     section = steps.section_values(problem, device, heads, query_bytes, turns and not spread)
     groups = [min(blocks, device.num_sms)] * 2
     if spread and turns and not problem.bounded:
-        tile = tile or sm90_backward.tile_of(problem)
-        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads)
+        tile = tile or sm90_backward.tile_of(problem, options)
+        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads, shared)
+        section = [size, heads // size * size]
+    elif shared:  # blocks of the same keys wait for each other
+        size = min(section[0], device.num_sms)
         section = [size, heads // size * size]
     values = (
         *steps.shape_values(problem, blocks),
@@ -205,7 +209,7 @@ def _steps(problem, device, a: _Arrays, deterministic, wanted, operands, tile) -
     flags = 1
     if family is portable:
         flags = main["kSlices"] * main["kDqWarpsM"] * main["kDqWarpsD"]
-    flag_count = rows * num_m_blocks * flags + 1
+    flag_count = rows * num_m_blocks * flags + 1 if cast else 1
     zeroed = family is portable or not main["kStoreFirst"]
     return _Backward(
         delta=_delta_step(problem, a, rows, stats_pitch, 0 if zeroed else flag_count),
@@ -216,7 +220,7 @@ def _steps(problem, device, a: _Arrays, deterministic, wanted, operands, tile) -
         cast=cast,
         rows=rows,
         stats_pitch=stats_pitch,
-        accum_values=rows * accum_pitch,
+        accum_values=rows * accum_pitch if cast else 0,
         accum_zeroed=zeroed,
         flag_count=flag_count,
         options=options,
@@ -256,11 +260,11 @@ def backward(
     """
     given = _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv)
     operands = Operands.of(problem, extras)
-    wanted = gradients.gradients_of(problem, dargs)
+    wanted = _wanted(problem, given, dargs, tile)
     if not wanted and dsinks is None:
         _backward(problem, given, None, deterministic, wanted, operands, tile)
         return
-    sums = gradients.sums_of(problem, wanted, dargs)
+    sums = gradients.sums_of(problem, wanted, dargs, deterministic)
     operands = replace(operands, sums=sums)
     gradients.choose_bounded_units(problem, sums, given, operands.keep_limit)
     by_sink = None
@@ -270,13 +274,25 @@ def backward(
         _backward(problem, given, None, deterministic, wanted, operands, tile)
         gradients.choose_measured_units(problem, sums)
         gradients.forget_bounded(sums)
-        sums = {n: replace(x, measuring=False) for n, x in sums.items()}
+        sums = {n: replace(x, measuring=False) if x.measuring else x for n, x in sums.items()}
         operands = replace(operands, sums=sums)
     _backward(problem, given, by_sink, deterministic, wanted, operands, tile)
     for n, x in sums.items():
         x.finish(dargs[n])
     if dsinks is not None:
         gradients.reduce_to(dsinks, by_sink)
+
+
+def _wanted(problem, given: _Arrays, dargs, tile) -> tuple:
+    """The gradients of arguments as the main kernel sums them."""
+    wanted = gradients.gradients_of(problem, dargs)
+    squared = wanted and gradients.by_squares(problem, wanted, dargs)
+    if squared == wanted:
+        return wanted
+    access = steps.access_of(True, q=given.q, k=given.k, v=given.v, dout=given.dout)
+    device = steps.device_facts(given.q.data.device_id)
+    family, _ = choose(problem, device, access, "backward", tile)
+    return squared if family is sm90_backward else wanted
 
 
 def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) -> None:
@@ -305,11 +321,14 @@ def plans_of(
     It takes what `backward` takes, and raises ValueError and NotImplementedError as that does.
     """
     given = _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    wanted = gradients.gradients_of(problem, dargs)
+    wanted = _wanted(problem, given, dargs, tile)
     operands = Operands.of(problem, extras)
     if wanted:
-        operands = replace(operands, sums=gradients.sums_of(problem, wanted, dargs))
-    return _plans_of(problem, given, operands, deterministic, wanted, tile)
+        sums = gradients.sums_of(problem, wanted, dargs, deterministic)
+        operands = replace(operands, sums=sums)
+    squared = Options.of(problem, gradients=wanted).squared
+    last = [operands.sums[n].step(dargs[n]).plan for n in squared]
+    return _plans_of(problem, given, operands, deterministic, wanted, tile) + last
 
 
 def _plans_of(problem, given, operands, deterministic, wanted, tile):
@@ -360,7 +379,7 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays, operands, by_s
     workspace = cupy.empty(3 * kernels.rows * kernels.stats_pitch, accum_type)
     stats = workspace.data.ptr
     accum = flags = ticket = 0
-    if kernels.cast is not None:
+    if kernels.cast is not None or kernels.options.squared:
         accum_bytes = kernels.accum_values * workspace.itemsize
         # Where sums begin with a write, delta sets the flags and the counter to 0.
         make = cupy.zeros if kernels.accum_zeroed else cupy.empty

@@ -161,10 +161,9 @@ class Operands:
         if options.dropout:
             found += [self.keep_limit]
         for n in options.summed:
-            sums = self.sums[n]
-            found += [sums.count]
-            if options.args[n].kind == "grid":
-                found += [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides
+            sums, grid = self.sums[n], options.args[n].kind == "grid"
+            strides = [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides if grid else []
+            found += sums.rest(strides)
         if options.map_block:
             found += steps.all_strides(problem, self.block_map.kinds)
         found += [problem.scale]

@@ -5,6 +5,9 @@ The unit follows, on the device, from a bound on the terms p * (dp - delta) * g,
 derivative of the score by an entry: a row's p add up to 1, |dp| <= |dout| |v| / keep, and
 |delta| <= |dout| |out| + |dlse|, all norms of rows. Where g depends on what arrays hold, the kernel
 runs once before and finds the largest term.
+
+Hopper's kernels need none of it for an array that is added to the score and has an entry for each
+pair: dS is its gradient, summed over heads in floats and in turns (attn/squares.cuh).
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from . import launch_steps as steps
 from .families import portable
 from .launch_extras import STEPS_OF_KEEP
 from .launch_steps import BATCH_DIMS, Step
+from .score import constant
 from .score_bounds import largest
-from .score_text import Gradient
+from .score_text import Gradient, depends
 
 SUM_BITS = 59  # of 63: what rounding adds to a term and to the bound stays below
 LOW_BITS = 40  # kLowBits in attn/score_gradients.cuh
@@ -58,6 +62,10 @@ class Sums:
     def key(self) -> tuple:
         return self.number, self.count, *self.strides
 
+    def rest(self, strides) -> list:
+        """The values that stay from launch to launch."""
+        return [self.count, *strides]
+
     def at(self, index) -> Sums:
         """Seen from one of several launches, which ``index`` numbers."""
         if not self.strides:
@@ -66,6 +74,11 @@ class Sums:
         return replace(
             self, strides=self.strides[len(index) :], first_entry=self.first_entry + first
         )
+
+    def clear(self) -> None:
+        if self.largest is None:
+            self.sums.fill(0)
+            self.notes.fill(0)
 
     def choose_unit(self, bound, dtype: str) -> None:
         """``bound``: one float64 on the device, the largest term."""
@@ -84,7 +97,96 @@ class Sums:
         kinds = self.notes[:count]  # 1: NaN, 2: inf, 4: -inf
         total = cupy.where(kinds == 0, total, np.nan)
         total = cupy.where(kinds == 2, np.inf, cupy.where(kinds == 4, -np.inf, total))
-        gradient[...] = total.reshape(self.shape).astype(gradient.dtype)
+        # By float32, which a 16-bit result's infinity is made of, too.
+        dtype = np.float32 if gradient.dtype.itemsize == 2 else gradient.dtype
+        gradient[...] = total.reshape(self.shape).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The same by squares of dS."""
+
+    number: int
+    problem: Any
+    shape: tuple[int, ...]
+    own: bool  # whether each head has squares of its own
+    squares: Any  # cupy.ndarray of float32, (entries, blocks of queries, blocks of keys, 64 * 64)
+    flags: Any  # of turns, or None
+    measuring = False
+    largest = math.nan  # no unit follows from it
+
+    @classmethod
+    def of(cls, number, problem, shape, own, turns) -> Squares:
+        entries = math.prod(shape[:-2])
+        blocks = -(-problem.seqlen_q // 64), -(-problem.seqlen_k // 128) * 2
+        # What is not added in turns begins with zero, what is with a write, as single squares.
+        make = cupy.empty if own or turns else cupy.zeros
+        flags = cupy.zeros(entries * math.prod(blocks), np.uint32) if turns else None
+        squares = make((entries, *blocks, 4096), np.float32)
+        return cls(number, problem, shape, own, squares, flags)
+
+    @property
+    def strides(self) -> list[int]:
+        return _entry_strides((*self.shape[:-2], 1, 1))
+
+    def words(self) -> list[int]:
+        return steps.starts_of((self.squares, self.flags))
+
+    def key(self) -> tuple:
+        return self.number, self.shape
+
+    def rest(self, strides) -> list:
+        heads, span = self.problem.num_kv_heads, 0
+        if self.shape[-3] == 1:
+            batch = math.prod(self.problem.batch)
+            span = heads * (batch if math.prod(self.shape[:-2]) == 1 else 1)
+        return [*strides, self.squares.shape[2], span]
+
+    def clear(self) -> None:
+        if not self.own:
+            (self.squares if self.flags is None else self.flags).fill(0)
+
+    def step(self, gradient) -> Step:
+        """The kernel that makes the gradient of them."""
+        problem, band = self.problem, self.problem.band is not None
+        *batch, heads = self.shape[:-2]
+        facts = replace(problem, batch=tuple(batch), num_heads=heads, num_kv_heads=heads)
+        entries, rows, columns, _ = self.squares.shape
+        return Step.of(
+            portable.pair_gradient_plan(gradient.dtype.name, band),
+            entries * rows * columns,
+            *steps.all_strides(facts, gradient),
+            *steps.shape_values(facts, rows),
+            *steps.band_values(facts),
+            columns,
+        )
+
+    def finish(self, gradient) -> None:
+        key = ("squares", self.problem, self.shape, gradient.dtype, gradient.strides)
+        step = steps.prepared(key, lambda: self.step(gradient))
+        step.launch(gradient.data.device_id, *steps.starts_of((self.squares, gradient)))
+
+
+def by_squares(problem, wanted, dargs) -> tuple[Gradient, ...]:
+    """``wanted`` as Hopper's kernels sum them: one by squares, if there is one that can be."""
+    if problem.packed or problem.block_map is not None or len(problem.batch) > BATCH_DIMS:
+        return wanted
+    known = [problem.program.gradients[g.number] for g in wanted]
+    if any(depends(term, "s") for _, _, term in known):
+        return wanted
+    numbers = [n for n, _, _ in known]
+    heads = (*problem.batch, problem.num_heads)
+    for place, (n, _, term) in enumerate(known):
+        own = dargs[n].shape[:-2]
+        batch = {a == b for a, b in zip(own[:-1], problem.batch) if b > 1}
+        if (
+            term is constant(1.0) and all(wanted[place].along) and numbers.count(n) == 1
+            and problem.program.args[n].kind == "grid" and len(batch) < 2
+        ):  # fmt: skip
+            kind = "own" if own == heads else "shared"
+            squared = replace(wanted[place], squares=kind)
+            return *wanted[:place], squared, *wanted[place + 1 :]
+    return wanted
 
 
 def gradients_of(problem, dargs) -> tuple[Gradient, ...]:
@@ -117,13 +219,11 @@ def gradients_of(problem, dargs) -> tuple[Gradient, ...]:
 
 def _varies(node, axis, packed=False) -> bool:
     """Whether an entry's place does along i or j; b does along both where sequences are packed."""
-    from .score_text import depends
-
     causes = (axis, "s", "b") if packed else (axis, "s")
     return any(depends(index, cause) for index in node.operands for cause in causes)
 
 
-def sums_of(problem, gradients, dargs) -> dict[int, Sums]:
+def sums_of(problem, gradients, dargs, deterministic=True) -> dict[int, Sums | Squares]:
     """Zeros, for each argument whose gradient is summed."""
     program, sums = problem.program, {}
     pairs = math.prod(problem.batch) * problem.num_heads * problem.seqlen_q * problem.seqlen_k
@@ -133,6 +233,10 @@ def sums_of(problem, gradients, dargs) -> dict[int, Sums]:
             continue
         bounds = [largest(term, problem) for m, _, term in program.gradients if m == n]
         shape = tuple(dargs[n].shape)
+        if gradient.squares:
+            own = gradient.squares == "own"
+            sums[n] = Squares.of(n, problem, shape, own, deterministic and not own)
+            continue
         count = math.prod(shape)
         bound = math.nan if None in bounds else max(bounds)
         terms = pairs if gradient.measured else pairs // problem.seqlen_k
@@ -180,18 +284,16 @@ def choose_bounded_units(problem, sums, a, keep_limit: int) -> None:
 def choose_measured_units(problem, sums) -> None:
     """The units of the others, once their largest terms are known."""
     for x in sums.values():
-        if x.largest is not None:
+        if x.measuring:
             x.choose_unit(x.largest.view(np.float64), problem.lse_dtype)
 
 
 def forget_bounded(sums) -> None:
-    """Begin again with the arguments whose terms have a bound: the run that measured the others
-    summed theirs, too.
+    """Begin again with the arguments whose terms have a bound, or need none: the run that measured
+    the others summed theirs, too.
     """
     for x in sums.values():
-        if x.largest is None:
-            x.sums.fill(0)
-            x.notes.fill(0)
+        x.clear()
 
 
 def _add_norms(problem, x, most) -> None:

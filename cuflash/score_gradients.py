@@ -22,16 +22,20 @@ class ScoreGradients:
     def __init__(self, home, scores, wanted):
         self.home, self.scores, self.wanted = home, scores, wanted
         self.names = ("bias", "alibi_slopes", "sinks")
-        # NumPy's sums are taken in float64, whatever the caller's dtype.
+        # NumPy's sums are taken in float64, whatever the caller's dtype; a GPU's are rounded into
+        # the result itself.
         self.dtype = np.dtype("float64" if home.xp is np else scores.number)
         dargs = [None] * len(scores.args)
-        self.dsinks = None
+        self.dsinks, self._handles = None, {}
         for name in self._asked():
-            _, number, view = scores.own[name]
+            given, number, view = scores.own[name]
             if number is None:
                 self.dsinks = home.xp.zeros(view.shape, self.dtype)
+            elif dargs[number] is None and home.xp is np:
+                dargs[number] = np.zeros(view.shape, self.dtype)
             elif dargs[number] is None:
-                dargs[number] = home.xp.zeros(view.shape, self.dtype)
+                result, self._handles[name] = home.new(tuple(given.shape), view.dtype)
+                dargs[number] = result.reshape(view.shape)
         self.dargs = tuple(dargs)
 
     def _asked(self):
@@ -53,6 +57,11 @@ class ScoreGradients:
         names = [f"score_args[{n}]" for n in range(len(self.scores.options["score_args"]))]
         return [n if n in own and dtype_name(own[n][2].dtype) in DTYPES else None for n in names]
 
+    def clear(self):
+        """What no pair adds to."""
+        for x in filter(lambda x: x is not None, self.dargs):
+            x.fill(0)
+
     def sinks_alone(self, dlse):
         """dsinks where there is no key: lse is the sink."""
         if self.dsinks is not None:
@@ -69,6 +78,8 @@ class ScoreGradients:
         return [*results, args]
 
     def _one(self, name):
+        if name in self._handles:
+            return self.home.finish(self._handles[name])
         given, number, view = self.scores.own[name]
         total = self.dsinks if number is None else self.dargs[number]
         result, handle = self.home.new(tuple(given.shape), view.dtype)

@@ -39,6 +39,7 @@ struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
     static constexpr bool kChanges = false, kBitsByKey = false;
+    static constexpr bool kSquares = false, kSharedSquares = false;
     static constexpr int kStarts = 0;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
     template <class Start> __device__ __forceinline__ Score(const Params&, u32, u32, Start) {}
@@ -68,6 +69,8 @@ class Gradient:
     along: tuple[bool, bool]  # whether the entries that pairs meet in vary with the query, the key
     measured: bool  # whether the bound on its terms is known only from a run of the kernel
     words: int  # of a sum (attn/score_gradients.cuh)
+    # By squares of dS in place of sums (attn/squares.cuh), "own" ones of each head or "shared".
+    squares: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,12 @@ class Options:
         numbers = (self.program.gradients[g.number][0] for g in self.gradients)
         return tuple(dict.fromkeys(numbers))
 
+    @property
+    def squared(self) -> dict[int, str]:
+        """The one of these, if any, whose gradient is made of squares, and of which kind."""
+        found = [g for g in self.gradients if g.squares]
+        return {self.program.gradients[g.number][0]: g.squares for g in found}
+
 
 # ---- parameters ------------------------------------------------------------------------------
 
@@ -146,6 +155,10 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
     if options.dropout:
         found += [("seed", "word"), ("seed_array", "in"), ("keep_limit", "u32")]
     for n in options.summed:
+        if n in options.squared:
+            found += [("squares", "out"), ("square_flags", "out"), ("squares_strides", "strides")]
+            found += [("square_columns", "i64"), ("square_span", "u32")]
+            continue
         found += [(f"sums{n}", "out"), (f"notes{n}", "out"), (f"unit{n}", "in")]
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
         if options.args[n].kind == "grid":
@@ -221,8 +234,10 @@ def facts(options: Options) -> dict[str, bool]:
         "kKeepsScore": needs,
         "kSinks": options.sinks,
         "kDropout": options.dropout,
-        "kGradients": bool(options.gradients),
+        "kGradients": len(options.gradients) > len(options.squared),
         "kBitsByKey": _bits_by_key(options) is not None,
+        "kSquares": bool(options.squared),
+        "kSharedSquares": "shared" in options.squared.values(),
     }
 
 
@@ -403,14 +418,14 @@ def _dropout(options):
 
 def _gradients(options):
     """For each gradient a struct that attn/score_gradients.cuh takes."""
-    lines = []
-    for gradient in options.gradients:
+    lines, summed = [], [g for g in options.gradients if not g.squares]
+    for gradient in summed:
         n = gradient.number
         number, node, term = options.program.gradients[n]
         lines += _function(f"Accum term{n}(Accum s, int i, int j)", _body(options, term))
         lines += _function(f"i64 entry{n}(int i, int j)", _entry(options, number, node))
         lines += _gradient_struct(gradient, number)
-    visits = [f"f(Gradient{g.number}{{*this}});" for g in options.gradients]
+    visits = [f"f(Gradient{g.number}{{*this}});" for g in summed]
     head = "template <class F> __device__ __forceinline__ void for_each_gradient(F f) const {"
     return [*lines, head, *("    " + visit for visit in visits), "}"]
 

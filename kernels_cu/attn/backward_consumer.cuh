@@ -2,6 +2,7 @@
 // dQ's and dS^T's way through shared memory, inf and NaN in hidden elements, the results.
 #pragma once
 #include "backward_sm90.cuh"
+#include "squares.cuh"
 
 // Column tile n of a thread's part of a fragment in shared memory.
 __device__ __forceinline__ void store_tile_of(u32 fragment, int n, const float (&x)[4]) {
@@ -162,20 +163,26 @@ struct Consumer {
     __device__ __forceinline__ void differentiate(Scores& ds, const Scores& weights,
                                                   const Kept& kept, const Block& at,
                                                   int stage) const {
+        wait_for_square(stage ^ 1);
         if constexpr (Score::kDropout) drop(ds, kept, at.sees.score.keep_scale());
         subtract_delta(ds, stage);
         multiply(ds, weights);
         finish_ds(ds, kept, at);
     }
     __device__ __forceinline__ void finish_ds(Scores& ds, const Kept& kept, const Block& at) const {
-        if constexpr (Score::kGradients) to_score(ds, kept, at);
-        if constexpr (kMasks) hide_unseen(ds, kept);
+        if constexpr (kMasks && Score::kSquares) hide_unseen(ds, kept);
+        if constexpr (kSums) to_score(ds, kept, at);
+        if constexpr (kMasks && !Score::kSquares) hide_unseen(ds, kept);
     }
+    // Until the square of a step of that parity has left fragment(0).
+    __device__ __forceinline__ void wait_for_square(u32 parity) const {
+        if constexpr (Score::kSquares) mbarrier_wait(smem.square_empty(own_square()), parity);
+    }
+    __device__ __forceinline__ int own_square() const { return Plan::kExchange ? 0 : warpgroup; }
     // This thread's place in a fragment in shared memory, 16 bytes a column tile: nobody else comes
     // there but the thread of the same number in a warpgroup that shares its keys.
     __device__ __forceinline__ u32 fragment(int n) const {
-        const int own = Plan::kExchange ? 0 : warpgroup * (kFragmentBytes / 2);
-        return smem.exchange() + n * kFragmentBytes + own + thread * 16;
+        return smem.exchange() + n * kFragmentBytes + own_square() * kSquareBytes + thread * 16;
     }
     // What the score's arrays receive, then the gradient by the scaled product: with dS^T in shared
     // memory, since registers are full, and in loops, since a score's functions may be long. (A
@@ -200,7 +207,11 @@ struct Consumer {
             add_gradient_by_tiles<float, Scores::kColTiles>(gradient, kept.seen.words[0],
                                                             at.first_j, at.first_i, read);
         });
-        if constexpr (!Score::kUnit) {
+        if constexpr (Score::kSquares) {
+            fence_proxy_async();
+            release(smem.square_full(own_square()));
+        }
+        if constexpr (!Score::kUnit && !Score::kSquares) {
 #pragma unroll 1
             for (int n = 0; n < Scores::kColTiles; ++n) {
                 float x[4], s[4];
@@ -213,7 +224,16 @@ struct Consumer {
             }
         }
 #pragma unroll
-        for (int n = 0; n < Scores::kColTiles; ++n) load_tile_of(ds.x[0][n], fragment(0), n);
+        for (int n = 0; n < Scores::kColTiles; ++n) {
+            if constexpr (Score::kGradients || !Score::kSquares)
+                load_tile_of(ds.x[0][n], fragment(0), n);
+            if constexpr (Score::kSquares && !Score::kUnit) {
+                float slope[4];
+                load_tile_of(slope, fragment(1), n);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= slope[r];
+            }
+        }
     }
 
     // ---- dS^T and dQ ----
@@ -442,6 +462,8 @@ __device__ __forceinline__ void run_block(const Params& p, Consume consume) {
         if (threadIdx.x == 0) produce(p, smem, work);
         if (Plan::kNeedDq && warp >= 1 && warp <= Plan::kReducers && lane_id() == 0)
             reduce(p, smem, work, warp - 1);
+        if constexpr (Score::kSquares)
+            if (warp == 3 && lane_id() == 0) add_squares(p, smem, work);
     } else {
         setmaxnreg_inc<Plan::kConsumerRegisters>();
         consume(smem, work, warp / 4 - 1);

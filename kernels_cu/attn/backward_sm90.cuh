@@ -11,6 +11,8 @@
 //     dout_empty[stage]   each consumer warp, after dV      producer
 //     dq_full[buffer]     the four warps of a warpgroup     the step's reducer, each on its own
 //     dq_empty[buffer]    reducer, once the buffer is read  that warpgroup
+//     square_full,        as dq's, of each warpgroup's      warp 3; who writes fragment(0)
+//     square_empty        square (attn/squares.cuh)
 //
 // dQ sums over blocks of keys, which are different thread blocks. A part of it leaves through a
 // buffer in shared memory, in the order of attn/turn.cuh's fragments, which cast.cu reads: a bulk
