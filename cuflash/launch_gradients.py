@@ -23,6 +23,7 @@ from . import launch_steps as steps
 from .families import portable
 from .launch_extras import STEPS_OF_KEEP
 from .launch_steps import BATCH_DIMS, Step
+from .plan import ITEM_BYTES
 from .score import constant
 from .score_bounds import largest
 from .score_text import Gradient, depends
@@ -169,7 +170,10 @@ class Squares:
 
 def by_squares(problem, wanted, dargs) -> tuple[Gradient, ...]:
     """``wanted`` as Hopper's kernels sum them: one by squares, if there is one that can be."""
-    if problem.packed or problem.block_map is not None or len(problem.batch) > BATCH_DIMS:
+    if (
+        ITEM_BYTES[problem.dtype] != 2 or problem.packed or problem.block_map is not None
+        or len(problem.batch) > BATCH_DIMS
+    ):  # fmt: skip
         return wanted
     known = [problem.program.gradients[g.number] for g in wanted]
     if any(depends(term, "s") for _, _, term in known):

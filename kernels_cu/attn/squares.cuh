@@ -19,20 +19,6 @@
 
 inline constexpr int kSquareBytes = 64 * 64 * 4;
 
-// How many add to the squares of a query head, the n-th of its group, before it does.
-// p.square_span: how many key/value heads of neighbours share squares; 0: those of the same number
-// in every batch entry.
-template <class AnyParams>
-__device__ __forceinline__ u32 square_turn(const AnyParams& p, u32 batch, u32 head, u32 n) {
-    const u32 heads = p.num_heads / p.group, outer = batch * heads + head;
-    if (p.square_span == 0) return batch;
-    const u32 first = outer / p.square_span * p.square_span;
-    u32 begin = p.num_sectioned, end = ~0u;  // of the section
-    if (outer < begin) begin = outer / p.section * p.section, end = begin + p.section;
-    begin = max_of(begin, first), end = min_of(end, first + p.square_span);
-    return (begin - first) * p.group + n * (end - begin) + outer - begin;
-}
-
 template <class AnyParams>
 __device__ __forceinline__ void add_squares(const AnyParams& p, const Shared& smem,
                                             const Work<1>& w) {
