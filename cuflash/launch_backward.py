@@ -115,17 +115,17 @@ def _main_step(
     # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, but
     # not with a block map.)
     hopper = plan.params == "backward_sm90"
-    shared = plan["kDeterministic"] and "shared" in options.squared.values()
-    turns = plan["kDeterministic"] and plan["kNeedDq"] or shared
+    squares = bool(options.squared)
+    turns = plan["kDeterministic"] and (plan["kNeedDq"] or squares)
     spread = hopper and problem.block_map is None
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     section = steps.section_values(problem, device, heads, query_bytes, turns and not spread)
     groups = [min(blocks, device.num_sms)] * 2
     if spread and turns and not problem.bounded:
         tile = tile or sm90_backward.tile_of(problem, options)
-        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads, shared)
+        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads, squares)
         section = [size, heads // size * size]
-    elif shared:  # blocks of the same keys wait for each other
+    elif squares:  # blocks of the same keys wait for each other
         size = min(section[0], device.num_sms)
         section = [size, heads // size * size]
     values = (
@@ -286,13 +286,13 @@ def backward(
 def _wanted(problem, given: _Arrays, dargs, tile) -> tuple:
     """The gradients of arguments as the main kernel sums them."""
     wanted = gradients.gradients_of(problem, dargs)
-    squared = wanted and gradients.by_squares(problem, wanted, dargs)
-    if squared == wanted:
-        return wanted
-    access = steps.access_of(True, q=given.q, k=given.k, v=given.v, dout=given.dout)
-    device = steps.device_facts(given.q.data.device_id)
-    family, _ = choose(problem, device, access, "backward", tile)
-    return squared if family is sm90_backward else wanted
+    squared = gradients.by_squares(problem, wanted, dargs)
+    if squared != wanted:
+        access = steps.access_of(True, q=given.q, k=given.k, v=given.v, dout=given.dout)
+        device = steps.device_facts(given.q.data.device_id)
+        if choose(problem, device, access, "backward", tile)[0] is sm90_backward:
+            return squared
+    return wanted
 
 
 def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 
 from . import launch_steps as steps
 from . import score_rows
-from .params import BATCH_DIMS
 from .score_text import Options
 
 _MASK = 2**64 - 1
@@ -161,9 +160,7 @@ class Operands:
         if options.dropout:
             found += [self.keep_limit]
         for n in options.summed:
-            sums, grid = self.sums[n], options.args[n].kind == "grid"
-            strides = [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides if grid else []
-            found += sums.rest(strides)
+            found += self.sums[n].rest(problem)
         if options.map_block:
             found += steps.all_strides(problem, self.block_map.kinds)
         found += [problem.scale]

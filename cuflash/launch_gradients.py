@@ -7,7 +7,7 @@ derivative of the score by an entry: a row's p add up to 1, |dp| <= |dout| |v| /
 runs once before and finds the largest term.
 
 Hopper's kernels need none of it for an array that is added to the score and has an entry for each
-pair: dS is its gradient, summed over heads in floats and in turns (attn/squares.cuh).
+pair: its gradient is dS, summed over heads as floats (attn/backward_sm90.cuh).
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Sums:
     def key(self) -> tuple:
         return self.number, self.count, *self.strides
 
-    def rest(self, strides) -> list:
+    def rest(self, problem) -> list[int]:
         """The values that stay from launch to launch."""
-        return [self.count, *strides]
+        missing = BATCH_DIMS - len(problem.batch) if self.strides else 0
+        return [self.count, *[0] * missing, *self.strides]
 
     def at(self, index) -> Sums:
         """Seen from one of several launches, which ``index`` numbers."""
@@ -110,25 +111,9 @@ class Squares:
     number: int
     problem: Any
     shape: tuple[int, ...]
-    own: bool  # whether each head has squares of its own
-    squares: Any  # cupy.ndarray of float32, (entries, blocks of queries, blocks of keys, 64 * 64)
+    squares: Any  # cupy.ndarray of float32 (entries, blocks of queries, blocks of keys, 64 * 64)
     flags: Any  # of turns, or None
-    measuring = False
-    largest = math.nan  # no unit follows from it
-
-    @classmethod
-    def of(cls, number, problem, shape, own, turns) -> Squares:
-        entries = math.prod(shape[:-2])
-        blocks = -(-problem.seqlen_q // 64), -(-problem.seqlen_k // 128) * 2
-        # What is not added in turns begins with zero, what is with a write, as single squares.
-        make = cupy.empty if own or turns else cupy.zeros
-        flags = cupy.zeros(entries * math.prod(blocks), np.uint32) if turns else None
-        squares = make((entries, *blocks, 4096), np.float32)
-        return cls(number, problem, shape, own, squares, flags)
-
-    @property
-    def strides(self) -> list[int]:
-        return _entry_strides((*self.shape[:-2], 1, 1))
+    measuring, largest = False, math.nan
 
     def words(self) -> list[int]:
         return steps.starts_of((self.squares, self.flags))
@@ -136,60 +121,49 @@ class Squares:
     def key(self) -> tuple:
         return self.number, self.shape
 
-    def rest(self, strides) -> list:
-        heads, span = self.problem.num_kv_heads, 0
-        if self.shape[-3] == 1:
-            batch = math.prod(self.problem.batch)
-            span = heads * (batch if math.prod(self.shape[:-2]) == 1 else 1)
-        return [*strides, self.squares.shape[2], span]
+    def rest(self, problem) -> list[int]:
+        *batch, heads = self.shape[:-2]
+        return [heads if math.prod(batch) > 1 else 0, int(heads > 1)]
 
     def clear(self) -> None:
-        if not self.own:
-            (self.squares if self.flags is None else self.flags).fill(0)
+        for x in (self.squares, self.flags):
+            if x is not None:
+                x.fill(0)
 
     def step(self, gradient) -> Step:
-        """The kernel that makes the gradient of them."""
-        problem, band = self.problem, self.problem.band is not None
         *batch, heads = self.shape[:-2]
-        facts = replace(problem, batch=tuple(batch), num_heads=heads, num_kv_heads=heads)
+        its = replace(self.problem, batch=tuple(batch), num_heads=heads, num_kv_heads=heads)
         entries, rows, columns, _ = self.squares.shape
         return Step.of(
-            portable.pair_gradient_plan(gradient.dtype.name, band),
+            portable.pair_gradient_plan(gradient.dtype.name, its.band is not None),
             entries * rows * columns,
-            *steps.all_strides(facts, gradient),
-            *steps.shape_values(facts, rows),
-            *steps.band_values(facts),
+            *steps.all_strides(its, gradient),
+            *steps.shape_values(its, rows),
+            *steps.band_values(its),
             columns,
         )
 
     def finish(self, gradient) -> None:
-        key = ("squares", self.problem, self.shape, gradient.dtype, gradient.strides)
-        step = steps.prepared(key, lambda: self.step(gradient))
-        step.launch(gradient.data.device_id, *steps.starts_of((self.squares, gradient)))
+        starts = steps.starts_of((self.squares, gradient))
+        self.step(gradient).launch(gradient.data.device_id, *starts)
 
 
 def by_squares(problem, wanted, dargs) -> tuple[Gradient, ...]:
-    """``wanted`` as Hopper's kernels sum them: one by squares, if there is one that can be."""
-    if (
-        ITEM_BYTES[problem.dtype] != 2 or problem.packed or problem.block_map is not None
-        or len(problem.batch) > BATCH_DIMS
-    ):  # fmt: skip
-        return wanted
+    """``wanted``, one of them by squares if Hopper's kernels can: dS itself, pair by pair, of an array
+    whose batch axes are all shared, or none.
+    """
+    plain = ITEM_BYTES[problem.dtype] == 2 and not problem.packed and problem.block_map is None
     known = [problem.program.gradients[g.number] for g in wanted]
-    if any(depends(term, "s") for _, _, term in known):
+    if not plain or any(depends(term, "s") for _, _, term in known):
         return wanted
-    numbers = [n for n, _, _ in known]
-    heads = (*problem.batch, problem.num_heads)
-    for place, (n, _, term) in enumerate(known):
-        own = dargs[n].shape[:-2]
-        batch = {a == b for a, b in zip(own[:-1], problem.batch) if b > 1}
+    for place, (n, node, term) in enumerate(known):
+        own = dargs[n].shape[:-3]
+        shared = {size < full for size, full in zip(own, problem.batch) if full > 1}
         if (
-            term is constant(1.0) and all(wanted[place].along) and numbers.count(n) == 1
-            and problem.program.args[n].kind == "grid" and len(batch) < 2
+            node.op == "element" and term is constant(1.0) and all(wanted[place].along)
+            and len(shared) < 2
         ):  # fmt: skip
-            kind = "own" if own == heads else "shared"
-            squared = replace(wanted[place], squares=kind)
-            return *wanted[:place], squared, *wanted[place + 1 :]
+            return *wanted[:place], replace(wanted[place], words=0), *wanted[place + 1 :]
     return wanted
 
 
@@ -237,11 +211,17 @@ def sums_of(problem, gradients, dargs, deterministic=True) -> dict[int, Sums | S
             continue
         bounds = [largest(term, problem) for m, _, term in program.gradients if m == n]
         shape = tuple(dargs[n].shape)
-        if gradient.squares:
-            own = gradient.squares == "own"
-            sums[n] = Squares.of(n, problem, shape, own, deterministic and not own)
-            continue
         count = math.prod(shape)
+        if gradient.words == 0:
+            blocks = -(-problem.seqlen_q // 64), -(-problem.seqlen_k // 128) * 2
+            entries = math.prod(shape[:-2])
+            # In turns the first writes, else all are added.
+            squares = (cupy.empty if deterministic else cupy.zeros)((entries, *blocks, 4096), "f")
+            shared = entries < math.prod(problem.batch) * problem.num_heads
+            turns = deterministic and shared
+            flags = cupy.zeros(entries * math.prod(blocks), "I") if turns else None
+            sums[n] = Squares(n, problem, shape, squares, flags)
+            continue
         bound = math.nan if None in bounds else max(bounds)
         terms = pairs if gradient.measured else pairs // problem.seqlen_k
         sums[n] = Sums(

@@ -38,8 +38,7 @@ using Accum = AccumOf<Plan::Element>;
 struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
-    static constexpr bool kChanges = false, kBitsByKey = false;
-    static constexpr bool kSquares = false, kSharedSquares = false;
+    static constexpr bool kChanges = false, kBitsByKey = false, kSquares = false;
     static constexpr int kStarts = 0;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
     template <class Start> __device__ __forceinline__ Score(const Params&, u32, u32, Start) {}
@@ -68,9 +67,7 @@ class Gradient:
     number: int  # which one
     along: tuple[bool, bool]  # whether the entries that pairs meet in vary with the query, the key
     measured: bool  # whether the bound on its terms is known only from a run of the kernel
-    words: int  # of a sum (attn/score_gradients.cuh)
-    # By squares of dS in place of sums (attn/squares.cuh), "own" ones of each head or "shared".
-    squares: str = ""
+    words: int  # of a sum (attn/score_gradients.cuh); 0: squares (attn/backward_sm90.cuh)
 
 
 @dataclass(frozen=True)
@@ -131,10 +128,9 @@ class Options:
         return tuple(dict.fromkeys(numbers))
 
     @property
-    def squared(self) -> dict[int, str]:
-        """The one of these, if any, whose gradient is made of squares, and of which kind."""
-        found = [g for g in self.gradients if g.squares]
-        return {self.program.gradients[g.number][0]: g.squares for g in found}
+    def squared(self) -> list[int]:
+        """The one of these, if any, whose gradient is made of squares."""
+        return [self.program.gradients[g.number][0] for g in self.gradients if g.words == 0]
 
 
 # ---- parameters ------------------------------------------------------------------------------
@@ -156,8 +152,8 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
         found += [("seed", "word"), ("seed_array", "in"), ("keep_limit", "u32")]
     for n in options.summed:
         if n in options.squared:
-            found += [("squares", "out"), ("square_flags", "out"), ("squares_strides", "strides")]
-            found += [("square_columns", "i64"), ("square_span", "u32")]
+            found += [("squares", "out"), ("square_flags", "out")]
+            found += [("square_batch", "u32"), ("square_head", "u32")]
             continue
         found += [(f"sums{n}", "out"), (f"notes{n}", "out"), (f"unit{n}", "in")]
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
@@ -237,7 +233,6 @@ def facts(options: Options) -> dict[str, bool]:
         "kGradients": len(options.gradients) > len(options.squared),
         "kBitsByKey": _bits_by_key(options) is not None,
         "kSquares": bool(options.squared),
-        "kSharedSquares": "shared" in options.squared.values(),
     }
 
 
@@ -418,7 +413,7 @@ def _dropout(options):
 
 def _gradients(options):
     """For each gradient a struct that attn/score_gradients.cuh takes."""
-    lines, summed = [], [g for g in options.gradients if not g.squares]
+    lines, summed = [], [g for g in options.gradients if g.words > 0]
     for gradient in summed:
         n = gradient.number
         number, node, term = options.program.gradients[n]

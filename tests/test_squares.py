@@ -1,5 +1,5 @@
 """Gradients of arrays with an entry for each pair, which leave Hopper's backward as squares of dS
-(attn/squares.cuh), without a GPU: what is launched, turns, and the kernel that ends it on the host.
+(attn/backward_sm90.cuh), without a GPU: what is launched, turns, and the kernel that ends it on the host.
 """
 
 import re
@@ -12,7 +12,7 @@ import pytest
 from launches import arrays_of, gpu_side, on_host  # noqa: F401
 from test_kernel_dropout import COMPILER, PRELUDE
 from test_launch_scores import BIAS, program_of
-from test_plan import problem_of
+from test_plan import HOPPER, problem_of
 
 import cuflash
 from cuflash import source
@@ -70,22 +70,20 @@ def launched(gpu_side, shape, **options):
 
 @pytest.mark.parametrize("deterministic", (True, False))
 @pytest.mark.parametrize(
-    "shape, strides, span",
+    "shape, steps",
     [
-        ((2, 4, 200, 300), [0, 0, 4, 1, 0, 0], 0),
-        ((1, 4, 200, 300), [0, 0, 0, 1, 0, 0], 0),
-        ((2, 1, 200, 300), [0, 0, 1, 0, 0, 0], 4),
-        ((1, 1, 200, 300), [0, 0, 0, 0, 0, 0], 8),
+        ((2, 4, 200, 300), (4, 1)),
+        ((1, 4, 200, 300), (0, 1)),
+        ((2, 1, 200, 300), (1, 0)),
+        ((1, 1, 200, 300), (0, 0)),
     ],
 )
-def test_squares_are_those_of_the_array(gpu_side, shape, strides, span, deterministic):
+def test_squares_are_those_of_the_array(gpu_side, shape, steps, deterministic):
     kernels, dbias = launched(gpu_side, shape, deterministic=deterministic)
     plan, _, main = kernels["bwd_sm90"]
     own = shape[:2] == (2, 4)
     assert "kSquares = true" in plan.score and "kGradients = false" in plan.score
-    assert f"kSharedSquares = {str(not own).lower()}" in plan.score
-    assert main["squares_strides"] == strides and main["square_columns"] == 6
-    assert main["square_span"] == span or own
+    assert (main["square_batch"], main["square_head"]) == steps
     assert (main["square_flags"] != 0) == (deterministic and not own)
     plan, blocks, last = kernels["pair_gradient"]
     assert (last["squares"], last["gradient"]) == (main["squares"], dbias.data.ptr)
@@ -131,15 +129,15 @@ def test_the_result_itself_is_written(on_host):
 TURNS = r"""
 #include "work.h"
 struct Params {
-    u32 num_heads, group, section, num_sectioned, num_blocks, square_span;
+    u32 num_heads, group, section, num_sectioned, num_blocks, square_batch, square_head;
 };
 int main(int count, char** words) {
-    u32 x[7];
-    for (int n = 0; n < 7; ++n) x[n] = std::atoi(words[n + 1]);
-    const Params p{x[0], x[1], x[2], x[3], x[4], x[5]};
-    for (u32 index = 0; index < x[6]; ++index) {
-        const Work<1> work(index, p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned,
-                           x[6]);
+    u32 x[8];
+    for (int n = 0; n < 8; ++n) x[n] = std::atoi(words[n + 1]);
+    const Params p{x[0], x[1], x[2], x[3], x[4], x[5], x[6]};
+    gridDim.x = x[7];
+    for (u32 index = 0; index < gridDim.x; ++index) {
+        const Work<1> work(index, p.num_blocks, p.num_heads / p.group, p.section, p.num_sectioned);
         std::printf("%u %u %d", work.batch, work.head, work.block);
         for (u32 n = 0; n < p.group; ++n)
             std::printf(" %u", square_turn(p, work.batch, work.head, n));
@@ -183,7 +181,7 @@ def walks(found, fields, band):
     """For each block in the order of its start: its steps as (squares, their turn, sum of dq, its
     turn), and all blocks' squares and sums met the same number of times.
     """
-    group, span = fields["group"], fields["square_span"]
+    group, per_batch = fields["group"], fields["square_batch"]
     for batch, head, block, *turns in found.astype(int):
         outer = batch * (fields["num_heads"] // group) + head
         blocks, steps = fields["num_blocks"], fields["num_m_blocks"]
@@ -195,7 +193,7 @@ def walks(found, fields, band):
             queries = [(place.start() + n) % steps for n in range(steps)]
         for_all = []
         for n, turn in enumerate(turns):
-            shared = outer // span if span else (head, n)
+            shared = (head, n) if fields["square_head"] else batch * per_batch
             for m in queries:
                 at_dq = m * 64 // fields["keys"] - block if band else place.turn(m)
                 for_all.append(((shared, block, m), turn, (outer, n, m), at_dq))
@@ -231,18 +229,24 @@ def finishes(blocks):
 @pytest.mark.parametrize("shape", ((1, 1), (1, 8), (6, 1)))
 @pytest.mark.parametrize("group", (1, 4))
 @pytest.mark.parametrize("lengths", ((64, 100), (500, 500), (1500, 2500), (3000, 300)))
-def test_turns_come_whatever_waits_for_them(gpu_side, tickets, lengths, group, shape, band):
+def test_turns_come_whatever_waits_for_them(
+    gpu_side, tickets, monkeypatch, lengths, group, shape, band
+):
     """Many heads share squares, and there are more blocks than SMs; turns at dq are waited for, too."""
     if band is not None:
         lengths = (lengths[0], lengths[0])
-    batch, heads = (6,), 8 * group
+    _, steps, _ = gpu_side
+    monkeypatch.setattr(steps, "device_facts", lambda _: replace(HOPPER, l2_bytes=50 << 20))
+    steps._prepared.clear()
+    batch, heads = (6,), (8 if max(lengths) > 500 else 30) * group
     shape = (shape[0], heads if shape[1] > 1 else 1, *lengths)
     kernels, _ = launched(
         gpu_side, shape, batch=batch, heads=heads, group=group, lengths=lengths, band=band
     )
     plan, blocks, fields = kernels["bwd_sm90"]
     fields["keys"] = plan["kBlockN"]
-    names = "num_heads", "group", "section", "num_sectioned", "num_blocks", "square_span"
+    names = "num_heads", "group", "section", "num_sectioned", "num_blocks"
+    names = *names, "square_batch", "square_head"
     found = np.array(tickets(*(fields[name] for name in names), blocks))
     assert finishes(walks(found, fields, band is not None))
 
@@ -252,23 +256,9 @@ def test_turns_come_whatever_waits_for_them(gpu_side, tickets, lengths, group, s
 STANDINS = r"""
 #define __global__
 #define __grid_constant__
-#define __shared__ static
 #define __launch_bounds__(n)
 struct { unsigned x; } blockIdx;
-struct float4 { float x, y, z, w; };
-struct {
-    std::mutex mutex;
-    std::condition_variable done;
-    int waiting = 0, round = 0;
-    void meet() {
-        std::unique_lock<std::mutex> lock(mutex);
-        const int now = round;
-        if (++waiting == 256) waiting = 0, ++round, done.notify_all();
-        else done.wait(lock, [&] { return round != now; });
-    }
-} block;
-void __syncthreads() { block.meet(); }
-inline int opaque(int x) { return x; }
+struct float2 { float x, y; };
 template <class T> T from_float(float x) { return x; }
 struct Plan {
     using Element = float;
@@ -301,12 +291,8 @@ int main() {
     p.batch_sizes[0] = p.batch_sizes[1] = 1, p.batch_sizes[2] = 2;
     p.seqlen_q = 100, p.seqlen_k = 150, p.band_lo = -70, p.band_hi = 30;
     p.num_heads = 3, p.num_blocks = 2, p.num_key_blocks = 4;
-    for (blockIdx.x = 0; blockIdx.x < 6 * 2 * 4; ++blockIdx.x) {
-        std::vector<std::thread> threads;
-        for (int n = 0; n < 256; ++n)
-            threads.emplace_back([&, n] { threadIdx.x = n, pair_gradient(p); });
-        for (auto& thread : threads) thread.join();
-    }
+    for (blockIdx.x = 0; blockIdx.x < 6 * 2 * 4; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x) pair_gradient(p);
     for (float x : gradient) std::printf("%.0f ", x);
     std::printf("\n");
 }
@@ -317,7 +303,7 @@ int main() {
 def test_squares_become_rows(tmp_path):
     """In the order in which a warpgroup's 128 threads hold 64 keys by 64 queries, tile by tile of 8."""
     kernel = re.sub("#include.*", "", (source.folder() / "pair_gradient.cu").read_text())
-    parts = source.unit("tile/bits.cuh") + source.unit("tile/rows.cuh", skip=("types.cuh",))
+    parts = source.unit("tile/rows.cuh")
     (found,) = compiled(tmp_path, PRELUDE + STANDINS + parts + MAIN.replace("KERNEL", kernel))()
     (rows, columns), (low, high) = LENGTHS, BAND
     found = found.reshape(rows, columns, 6).transpose(2, 0, 1)

@@ -148,7 +148,7 @@ def accum_columns(head_dim: int, tile: Tile) -> int:
 
 
 def turn_groups(
-    problem, tile: Tile, num_sms: int, heads: int, shared: bool = False
+    problem, tile: Tile, num_sms: int, heads: int, squares: bool = False
 ) -> tuple[int, int, int]:
     """Blocks of keys that go round the blocks of queries together and take turns at them
     (attn/backward_sm90.cuh): all of a group must be on the device at once.
@@ -163,14 +163,14 @@ def turn_groups(
     -----
     Places in a group are tile.distance blocks of queries apart, or further: a turn then has the
     time of so many steps to be completed and seen. Where a head has too few queries for all its
-    blocks, several heads share the device, unless there are too few of them to fill it; and so they
-    do where they take turns at ``shared`` squares, which is in the order of sections.
+    blocks, several heads share the device, unless there are too few of them to fill it; and with
+    ``squares``, at which sections take turns.
     """
     blocks = -(-problem.seqlen_k // tile.block_n)
     apart = max(1, -(-problem.seqlen_q // tile.block_m) // tile.distance)
     group = min(blocks, num_sms)
     if group <= apart:
-        return min(heads, num_sms // group) if shared else 1, group, group
+        return min(heads, num_sms // group) if squares else 1, group, group
     section = min(heads, num_sms // apart)
     group = min(group, apart if heads >= num_sms // apart else num_sms // heads)
     group = -(-blocks // -(-blocks // group))

@@ -2,7 +2,6 @@
 // dQ's and dS^T's way through shared memory, inf and NaN in hidden elements, the results.
 #pragma once
 #include "backward_sm90.cuh"
-#include "squares.cuh"
 
 // Column tile n of a thread's part of a fragment in shared memory.
 __device__ __forceinline__ void store_tile_of(u32 fragment, int n, const float (&x)[4]) {

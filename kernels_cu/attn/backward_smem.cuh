@@ -31,7 +31,7 @@ inline constexpr bool kSums = Score::kGradients || Score::kSquares;
 inline constexpr bool kKeepsFragment = kSums && (Score::kKeepsScore || !Score::kUnit);
 inline constexpr bool kFolds = Score::kProgram && !Score::kUnit && !kKeepsFragment;
 // Fragments in shared memory: P^T on its way from one warpgroup to the other, dS^T while gradients
-// of arrays are summed or it leaves as a square (attn/squares.cuh); what is kept.
+// of arrays are summed or it leaves as a square; what is kept.
 inline constexpr int kFragmentBytes = Plan::kBlockM * Plan::kBlockN * 4;
 inline constexpr int kFragments = kKeepsFragment ? 2 : Plan::kExchange || kSums ? 1 : 0;
 // Two words of bits for each thread, from one warpgroup to the other.
@@ -51,11 +51,10 @@ static_assert(Plan::kAccumTiles == (kDqByRows ? kDqTiles : 8 * kPanels), "cast.c
 static_assert(Plan::kDqBuffers == 2 || (Plan::kExchange && kDqParts > 2), "P^T is not there");
 __device__ constexpr bool is_third(int buffer) { return Plan::kDqBuffers == 3 && buffer == 2; }
 __device__ constexpr int dq_buffer(int part) { return is_third(part) ? 2 : part % 2; }
-// Squares that several heads add to, if in turns; squares of a step.
-inline constexpr bool kSquareTurns = Plan::kDeterministic && Score::kSharedSquares;
-inline constexpr int kSquares = Score::kSquares ? Plan::kBlockN / 64 : 0;
+inline constexpr int kSquareBytes = 64 * 64 * 4;
+inline constexpr int kSquares = Score::kSquares ? Plan::kBlockN / 64 : 0;  // of a step
 static_assert(kSquares == 0 || Plan::kBlockM == 64, "64 queries and a warpgroup's 64 keys");
-inline constexpr bool kOrdered = Plan::kDeterministic && (Plan::kNeedDq || kSquareTurns);
+inline constexpr bool kOrdered = Plan::kDeterministic && (Plan::kNeedDq || Score::kSquares);
 
 inline constexpr int kVBegin = kKBytes;
 inline constexpr int kQBegin = kVBegin + kVBytes;

@@ -39,16 +39,18 @@ template <int kSlices> struct Work {
     }
 };
 
-// How many add to the squares of a query head, the n-th of its group, before it does.
-// p.square_span: how many key/value heads of neighbours share squares; 0: those of the same number
-// in every batch entry.
+// How many add to squares that a query head shares, the n-th of its group, before it does: those of
+// the sections before, in its own those of a smaller n or of heads before it.
 template <class AnyParams>
 __device__ __forceinline__ u32 square_turn(const AnyParams& p, u32 batch, u32 head, u32 n) {
+    if (p.square_head > 0) return batch;  // it shares them with its like in other batch entries only
     const u32 heads = p.num_heads / p.group, outer = batch * heads + head;
-    if (p.square_span == 0) return batch;
-    const u32 first = outer / p.square_span * p.square_span;
-    u32 begin = p.num_sectioned, end = ~0u;  // of the section
-    if (outer < begin) begin = outer / p.section * p.section, end = begin + p.section;
-    begin = max_of(begin, first), end = min_of(end, first + p.square_span);
+    const bool all = p.square_batch == 0;
+    const u32 first = all ? 0 : batch * heads;
+    const u32 last = all ? gridDim.x / p.num_blocks : first + heads;
+    const bool whole = outer < p.num_sectioned;
+    const u32 section = whole ? outer / p.section * p.section : p.num_sectioned;
+    const u32 begin = max_of(section, first);
+    const u32 end = whole ? min_of(section + p.section, last) : last;
     return (begin - first) * p.group + n * (end - begin) + outer - begin;
 }

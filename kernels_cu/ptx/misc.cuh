@@ -125,7 +125,3 @@ __device__ __forceinline__ u32 load_relaxed(const u32* address) {
 __device__ __forceinline__ void store_release(u32* address, u32 x) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
 }
-// The same for a flag that counts: one more.
-__device__ __forceinline__ void raise_release(u32* address) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(address) : "memory");
-}
