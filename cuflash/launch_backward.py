@@ -115,17 +115,16 @@ def _main_step(
     # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, but
     # not with a block map.)
     hopper = plan.params == "backward_sm90"
-    squares = bool(options.squared)
-    turns = plan["kDeterministic"] and (plan["kNeedDq"] or squares)
+    turns = plan["kDeterministic"] and (plan["kNeedDq"] or options.squared)
     spread = hopper and problem.block_map is None
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     section = steps.section_values(problem, device, heads, query_bytes, turns and not spread)
     groups = [min(blocks, device.num_sms)] * 2
     if spread and turns and not problem.bounded:
         tile = tile or sm90_backward.tile_of(problem, options)
-        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads, squares)
+        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads, options.squared)
         section = [size, heads // size * size]
-    elif squares:  # blocks of the same keys wait for each other
+    elif options.squared:  # blocks of the same keys wait for each other
         size = min(section[0], device.num_sms)
         section = [size, heads // size * size]
     values = (
@@ -274,7 +273,7 @@ def backward(
         _backward(problem, given, None, deterministic, wanted, operands, tile)
         gradients.choose_measured_units(problem, sums)
         gradients.forget_bounded(sums)
-        sums = {n: replace(x, measuring=False) if x.measuring else x for n, x in sums.items()}
+        sums = {n: replace(x, measuring=False) for n, x in sums.items()}
         operands = replace(operands, sums=sums)
     _backward(problem, given, by_sink, deterministic, wanted, operands, tile)
     for n, x in sums.items():
@@ -286,12 +285,11 @@ def backward(
 def _wanted(problem, given: _Arrays, dargs, tile) -> tuple:
     """The gradients of arguments as the main kernel sums them."""
     wanted = gradients.gradients_of(problem, dargs)
-    squared = gradients.by_squares(problem, wanted, dargs)
-    if squared != wanted:
+    if gradients.is_ds(problem, wanted, dargs):
         access = steps.access_of(True, q=given.q, k=given.k, v=given.v, dout=given.dout)
         device = steps.device_facts(given.q.data.device_id)
         if choose(problem, device, access, "backward", tile)[0] is sm90_backward:
-            return squared
+            return (replace(wanted[0], words=0),)
     return wanted
 
 
@@ -326,9 +324,10 @@ def plans_of(
     if wanted:
         sums = gradients.sums_of(problem, wanted, dargs, deterministic)
         operands = replace(operands, sums=sums)
-    squared = Options.of(problem, gradients=wanted).squared
-    last = [operands.sums[n].step(dargs[n]).plan for n in squared]
-    return _plans_of(problem, given, operands, deterministic, wanted, tile) + last
+    found = _plans_of(problem, given, operands, deterministic, wanted, tile)
+    if Options.of(problem, gradients=wanted).squared:
+        found += [x.step(dargs[n]).plan for n, x in operands.sums.items()]
+    return found
 
 
 def _plans_of(problem, given, operands, deterministic, wanted, tile):

@@ -77,11 +77,6 @@ class Sums:
             self, strides=self.strides[len(index) :], first_entry=self.first_entry + first
         )
 
-    def clear(self) -> None:
-        if self.largest is None:
-            self.sums.fill(0)
-            self.notes.fill(0)
-
     def choose_unit(self, bound, dtype: str) -> None:
         """``bound``: one float64 on the device, the largest term."""
         exponent = SUM_BITS - cupy.ceil(cupy.log2(cupy.maximum(bound * self.terms, 1e-300)))
@@ -109,8 +104,8 @@ class Squares:
     """The same by squares of dS."""
 
     number: int
-    problem: Any
     shape: tuple[int, ...]
+    problem: Any
     squares: Any  # cupy.ndarray of float32 (entries, blocks of queries, blocks of keys, 64 * 64)
     flags: Any  # of turns, or None
     measuring, largest = False, math.nan
@@ -124,11 +119,6 @@ class Squares:
     def rest(self, problem) -> list[int]:
         *batch, heads = self.shape[:-2]
         return [heads if math.prod(batch) > 1 else 0, int(heads > 1)]
-
-    def clear(self) -> None:
-        for x in (self.squares, self.flags):
-            if x is not None:
-                x.fill(0)
 
     def step(self, gradient) -> Step:
         *batch, heads = self.shape[:-2]
@@ -148,23 +138,16 @@ class Squares:
         self.step(gradient).launch(gradient.data.device_id, *starts)
 
 
-def by_squares(problem, wanted, dargs) -> tuple[Gradient, ...]:
-    """``wanted``, one of them by squares if Hopper's kernels can: dS itself, pair by pair, of an array
-    whose batch axes are all shared, or none.
+def is_ds(problem, wanted, dargs) -> bool:
+    """Whether a single gradient is wanted, and is dS, pair by pair; its array's batch axes are all
+    shared, or none.
     """
     plain = ITEM_BYTES[problem.dtype] == 2 and not problem.packed and problem.block_map is None
-    known = [problem.program.gradients[g.number] for g in wanted]
-    if not plain or any(depends(term, "s") for _, _, term in known):
-        return wanted
-    for place, (n, node, term) in enumerate(known):
-        own = dargs[n].shape[:-3]
-        shared = {size < full for size, full in zip(own, problem.batch) if full > 1}
-        if (
-            node.op == "element" and term is constant(1.0) and all(wanted[place].along)
-            and len(shared) < 2
-        ):  # fmt: skip
-            return *wanted[:place], replace(wanted[place], words=0), *wanted[place + 1 :]
-    return wanted
+    if not plain or len(wanted) != 1 or not all(wanted[0].along):
+        return False
+    n, node, term = problem.program.gradients[wanted[0].number]
+    shared = {a < b for a, b in zip(dargs[n].shape[:-3], problem.batch) if b > 1}
+    return node.op == "element" and term is constant(1.0) and len(shared) < 2
 
 
 def gradients_of(problem, dargs) -> tuple[Gradient, ...]:
@@ -220,7 +203,7 @@ def sums_of(problem, gradients, dargs, deterministic=True) -> dict[int, Sums | S
             shared = entries < math.prod(problem.batch) * problem.num_heads
             turns = deterministic and shared
             flags = cupy.zeros(entries * math.prod(blocks), "I") if turns else None
-            sums[n] = Squares(n, problem, shape, squares, flags)
+            sums[n] = Squares(n, shape, problem, squares, flags)
             continue
         bound = math.nan if None in bounds else max(bounds)
         terms = pairs if gradient.measured else pairs // problem.seqlen_k
@@ -268,16 +251,18 @@ def choose_bounded_units(problem, sums, a, keep_limit: int) -> None:
 def choose_measured_units(problem, sums) -> None:
     """The units of the others, once their largest terms are known."""
     for x in sums.values():
-        if x.measuring:
+        if x.largest is not None:
             x.choose_unit(x.largest.view(np.float64), problem.lse_dtype)
 
 
 def forget_bounded(sums) -> None:
-    """Begin again with the arguments whose terms have a bound, or need none: the run that measured
-    the others summed theirs, too.
+    """Begin again with the arguments whose terms have a bound: the run that measured the others
+    summed theirs, too.
     """
     for x in sums.values():
-        x.clear()
+        if x.largest is None:
+            x.sums.fill(0)
+            x.notes.fill(0)
 
 
 def _add_norms(problem, x, most) -> None:

@@ -128,9 +128,9 @@ class Options:
         return tuple(dict.fromkeys(numbers))
 
     @property
-    def squared(self) -> list[int]:
-        """The one of these, if any, whose gradient is made of squares."""
-        return [self.program.gradients[g.number][0] for g in self.gradients if g.words == 0]
+    def squared(self) -> bool:
+        """Whether there is one, of squares."""
+        return any(gradient.words == 0 for gradient in self.gradients)
 
 
 # ---- parameters ------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def rows(options: Options, forward: bool) -> tuple[tuple[str, str], ...]:
     if options.dropout:
         found += [("seed", "word"), ("seed_array", "in"), ("keep_limit", "u32")]
     for n in options.summed:
-        if n in options.squared:
+        if options.squared:
             found += [("squares", "out"), ("square_flags", "out")]
             found += [("square_batch", "u32"), ("square_head", "u32")]
             continue
@@ -230,9 +230,9 @@ def facts(options: Options) -> dict[str, bool]:
         "kKeepsScore": needs,
         "kSinks": options.sinks,
         "kDropout": options.dropout,
-        "kGradients": len(options.gradients) > len(options.squared),
+        "kGradients": bool(options.gradients) and not options.squared,
         "kBitsByKey": _bits_by_key(options) is not None,
-        "kSquares": bool(options.squared),
+        "kSquares": options.squared,
     }
 
 
@@ -413,7 +413,7 @@ def _dropout(options):
 
 def _gradients(options):
     """For each gradient a struct that attn/score_gradients.cuh takes."""
-    lines, summed = [], [g for g in options.gradients if g.words > 0]
+    lines, summed = [], () if options.squared else options.gradients
     for gradient in summed:
         n = gradient.number
         number, node, term = options.program.gradients[n]

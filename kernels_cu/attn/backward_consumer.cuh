@@ -169,9 +169,24 @@ struct Consumer {
         finish_ds(ds, kept, at);
     }
     __device__ __forceinline__ void finish_ds(Scores& ds, const Kept& kept, const Block& at) const {
-        if constexpr (kMasks && Score::kSquares) hide_unseen(ds, kept);
-        if constexpr (kSums) to_score(ds, kept, at);
-        if constexpr (kMasks && !Score::kSquares) hide_unseen(ds, kept);
+        if constexpr (Score::kGradients) to_score(ds, kept, at);
+        if constexpr (kMasks) hide_unseen(ds, kept);
+        if constexpr (Score::kSquares) hand_square(ds);
+    }
+    // dS^T to warp 3, then the gradient by the scaled product.
+    __device__ __forceinline__ void hand_square(Scores& ds) const {
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n) store_tile_of(fragment(0), n, ds.x[0][n]);
+        fence_proxy_async();
+        release(smem.square_full(own_square()));
+        if constexpr (Score::kUnit) return;
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n) {
+            float slope[4];
+            load_tile_of(slope, fragment(1), n);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= slope[r];
+        }
     }
     // Until the square of a step of that parity has left fragment(0).
     __device__ __forceinline__ void wait_for_square(u32 parity) const {
@@ -206,11 +221,7 @@ struct Consumer {
             add_gradient_by_tiles<float, Scores::kColTiles>(gradient, kept.seen.words[0],
                                                             at.first_j, at.first_i, read);
         });
-        if constexpr (Score::kSquares) {
-            fence_proxy_async();
-            release(smem.square_full(own_square()));
-        }
-        if constexpr (!Score::kUnit && !Score::kSquares) {
+        if constexpr (!Score::kUnit) {
 #pragma unroll 1
             for (int n = 0; n < Scores::kColTiles; ++n) {
                 float x[4], s[4];
@@ -223,16 +234,7 @@ struct Consumer {
             }
         }
 #pragma unroll
-        for (int n = 0; n < Scores::kColTiles; ++n) {
-            if constexpr (Score::kGradients || !Score::kSquares)
-                load_tile_of(ds.x[0][n], fragment(0), n);
-            if constexpr (Score::kSquares && !Score::kUnit) {
-                float slope[4];
-                load_tile_of(slope, fragment(1), n);
-#pragma unroll
-                for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= slope[r];
-            }
-        }
+        for (int n = 0; n < Scores::kColTiles; ++n) load_tile_of(ds.x[0][n], fragment(0), n);
     }
 
     // ---- dS^T and dQ ----
