@@ -5,9 +5,6 @@ The unit follows, on the device, from a bound on the terms p * (dp - delta) * g,
 derivative of the score by an entry: a row's p add up to 1, |dp| <= |dout| |v| / keep, and
 |delta| <= |dout| |out| + |dlse|, all norms of rows. Where g depends on what arrays hold, the kernel
 runs once before and finds the largest term.
-
-Hopper's kernels need none of it for an array that is added to the score and has an entry for each
-pair: its gradient is dS, summed over heads as floats (attn/backward_sm90.cuh).
 """
 
 from __future__ import annotations
@@ -94,14 +91,14 @@ class Sums:
         kinds = self.notes[:count]  # 1: NaN, 2: inf, 4: -inf
         total = cupy.where(kinds == 0, total, np.nan)
         total = cupy.where(kinds == 2, np.inf, cupy.where(kinds == 4, -np.inf, total))
-        # By float32, which a 16-bit result's infinity is made of, too.
+        # Rounded twice where there may be no cast of doubles.
         dtype = np.float32 if gradient.dtype.itemsize == 2 else gradient.dtype
         gradient[...] = total.reshape(self.shape).astype(dtype)
 
 
 @dataclass(frozen=True)
 class Squares:
-    """The same by squares of dS."""
+    """The same as floats, where the gradient is dS (attn/backward_sm90.cuh)."""
 
     number: int
     shape: tuple[int, ...]
@@ -201,8 +198,7 @@ def sums_of(problem, gradients, dargs, deterministic=True) -> dict[int, Sums | S
             # In turns the first writes, else all are added.
             squares = (cupy.empty if deterministic else cupy.zeros)((entries, *blocks, 4096), "f")
             shared = entries < math.prod(problem.batch) * problem.num_heads
-            turns = deterministic and shared
-            flags = cupy.zeros(entries * math.prod(blocks), "I") if turns else None
+            flags = cupy.zeros(squares.shape[:3], "I") if deterministic and shared else None
             sums[n] = Squares(n, shape, problem, squares, flags)
             continue
         bound = math.nan if None in bounds else max(bounds)

@@ -22,8 +22,7 @@ class ScoreGradients:
     def __init__(self, home, scores, wanted):
         self.home, self.scores, self.wanted = home, scores, wanted
         self.names = ("bias", "alibi_slopes", "sinks")
-        # NumPy's sums are taken in float64, whatever the caller's dtype; a GPU's are rounded into
-        # the result itself.
+        # NumPy's sums are taken in float64, whatever the caller's dtype.
         self.dtype = np.dtype("float64" if home.xp is np else scores.number)
         dargs = [None] * len(scores.args)
         self.dsinks, self._handles = None, {}
@@ -33,7 +32,7 @@ class ScoreGradients:
                 self.dsinks = home.xp.zeros(view.shape, self.dtype)
             elif dargs[number] is None and home.xp is np:
                 dargs[number] = np.zeros(view.shape, self.dtype)
-            elif dargs[number] is None:
+            elif dargs[number] is None:  # the result itself
                 result, self._handles[name] = home.new(tuple(given.shape), view.dtype)
                 dargs[number] = result.reshape(view.shape)
         self.dargs = tuple(dargs)
@@ -58,9 +57,9 @@ class ScoreGradients:
         return [n if n in own and dtype_name(own[n][2].dtype) in DTYPES else None for n in names]
 
     def clear(self):
-        """What no pair adds to."""
-        for x in filter(lambda x: x is not None, self.dargs):
-            x.fill(0)
+        for x in self.dargs:
+            if x is not None:
+                x.fill(0)
 
     def sinks_alone(self, dlse):
         """dsinks where there is no key: lse is the sink."""

@@ -184,8 +184,8 @@ def text(
     options: Options, paired: tuple[int, ...] | None = None, quick: bool = False
 ) -> str:
     """The C++ definition of ``struct Score``. With ``paired`` that of kernels which keep their
-    queries (score_rows.py); ``quick``: of backward kernels with 16-bit results, with
-    attn/tanh.cuh's tanh, numbers that are floats already, and divisions of a few instructions.
+    queries (score_rows.py); ``quick``: of backward kernels with 16-bit results, with quick_tanh
+    (attn/score_keys.cuh), numbers that are floats already, and divisions of a few instructions.
     """
     if not options:
         return PLAIN

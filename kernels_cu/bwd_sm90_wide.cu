@@ -45,14 +45,14 @@ struct Half : Consumer {
                       descriptor(smem.k() + part * kKeyPanel, kKeyPanel));
         wgmma_commit_group();
     }
-    // Of the step's number.
+    // Of the step.
     __device__ __forceinline__ u32 parity() const { return Plan::kStages == 1 ? q.phase : q.stage; }
     __device__ __forceinline__ u32 bits() const {
         return smem.exchange() + kFragments * kFragmentBytes + thread * 8;
     }
 };
 
-// Whether a part of dQ leaves through P^T's place after the step's square has.
+// Whether a part of dQ leaves through P^T's place.
 inline constexpr bool kThird = Plan::kDqBuffers == 3 && Plan::kNeedDq;
 
 // Warpgroup 1.

@@ -26,6 +26,7 @@ PRELUDE = r"""
 struct Lane { int x; };
 struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
+inline int opaque(int x) { return x; }
 template <class X> X load_constant(const X* address) { return *address; }
 thread_local Lane threadIdx;
 inline constexpr unsigned kFullWarp = ~0u;

@@ -23,7 +23,6 @@ STANDINS = r"""
 struct { unsigned x; } blockIdx;
 struct uint4 { unsigned x, y, z, w; };
 uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline int opaque(int x) { return x; }
 unsigned __ballot_sync(unsigned, bool mine) {
     const int lane = threadIdx.x % 32;
     warp.values[lane] = mine;

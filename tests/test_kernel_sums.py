@@ -13,7 +13,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for th
 STANDINS = r"""
 #include <cmath>
 using std::fabs;
-inline int opaque(int x) { return x; }
 using std::rint;
 long long __float2ll_rn(float x) { return std::llrintf(x); }
 long long __double2ll_rn(double x) { return std::llrint(x); }

@@ -35,11 +35,10 @@
 // Tickets are in the order of the turns, which are counted among the blocks of keys that visit the
 // same queries; without turns the lists begin at different blocks. Every sum then begins with 0.
 //
-// dS is also the gradient of an array that is added to the score, summed over the heads that share
-// it: a square of 64 keys and 64 queries leaves as its fragments lie in shared memory, and warp 3 adds
-// it at [head of the array][block of queries][64 keys] (add_squares). With kDeterministic in turns:
-// heads of a section that have blocks of the same keys in flight go step by step, so that whoever is
-// waited for is at an earlier step, or at the same one of an earlier head, as at dq.
+// dS is also the gradient of an array added to the score, summed over the heads that share it: warp 3
+// adds squares of 64 queries and 64 keys as their fragments lie. In turns heads of a section, which
+// has no more of them than SMs, go step by step: who is waited for is at an earlier step, or at the
+// same one of an earlier head.
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -330,7 +329,6 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
     bulk_wait_all();
 }
 
-// Squares of one query head after the other.
 template <class AnyParams>
 __device__ __forceinline__ void add_squares(const AnyParams& p, const Shared& smem,
                                             const Work<1>& w) {
