@@ -179,13 +179,12 @@ struct Consumer {
         for (int n = 0; n < Scores::kColTiles; ++n) store_tile_of(fragment(0), n, ds.x[0][n]);
         fence_proxy_async();
         release(smem.square_full(own_square()));
-        if constexpr (Score::kUnit) return;
+        if constexpr (!Score::kUnit) {
+            Scores slopes;
 #pragma unroll
-        for (int n = 0; n < Scores::kColTiles; ++n) {
-            float slope[4];
-            load_tile_of(slope, fragment(1), n);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) ds.x[0][n][r] *= slope[r];
+            for (int n = 0; n < Scores::kColTiles; ++n)
+                load_tile_of(slopes.x[0][n], fragment(1), n);
+            multiply(ds, slopes);
         }
     }
     // Until the square of a step of that parity has left fragment(0).
