@@ -208,7 +208,7 @@ def backward(
         problem = scores.problem
         if scores.untraced is not None:
             raise scores.untraced
-        targets = ScoreGradients(home, scores, wanted[len(GRADIENTS) :])
+        targets = ScoreGradients(home, scores, wanted[len(GRADIENTS) :], call.trivial)
         finish = targets.finish
         extra = {"extras": scores.extras, "dargs": targets.dargs, "dsinks": targets.dsinks}
     if not any(wanted):
@@ -223,8 +223,6 @@ def backward(
     if call.trivial:
         for gradient in filter(None, gradients):
             gradient.result.fill(0)
-        if scores:
-            targets.clear()
         if scores and problem.sinks and call.problem.seqlen_k == 0 and "dlse" in arrays:
             dlse = inner_lse(call, arrays["dlse"])
             targets.sinks_alone(dlse if packing is None else packing.without_tail(dlse))

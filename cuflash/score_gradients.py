@@ -19,13 +19,15 @@ class ScoreGradients:
         (*batch, Hq), of size 1 along the axes along which sinks are broadcast.
     """
 
-    def __init__(self, home, scores, wanted):
+    def __init__(self, home, scores, wanted, trivial):
         self.home, self.scores, self.wanted = home, scores, wanted
         self.names = ("bias", "alibi_slopes", "sinks")
         # NumPy's sums are taken in float64, whatever the caller's dtype.
         self.dtype = np.dtype("float64" if home.xp is np else scores.number)
         dargs = [None] * len(scores.args)
         self.dsinks, self._handles = None, {}
+        program = None if trivial else scores.problem.program
+        summed = {n for n, _, _ in program.gradients} if program else ()
         for name in self._asked():
             given, number, view = scores.own[name]
             if number is None:
@@ -34,6 +36,8 @@ class ScoreGradients:
                 dargs[number] = np.zeros(view.shape, self.dtype)
             elif dargs[number] is None:  # the result itself
                 result, self._handles[name] = home.new(tuple(given.shape), view.dtype)
+                if number not in summed:
+                    result.fill(0)
                 dargs[number] = result.reshape(view.shape)
         self.dargs = tuple(dargs)
 
@@ -55,11 +59,6 @@ class ScoreGradients:
         own = self.scores.own
         names = [f"score_args[{n}]" for n in range(len(self.scores.options["score_args"]))]
         return [n if n in own and dtype_name(own[n][2].dtype) in DTYPES else None for n in names]
-
-    def clear(self):
-        for x in self.dargs:
-            if x is not None:
-                x.fill(0)
 
     def sinks_alone(self, dlse):
         """dsinks where there is no key: lse is the sink."""

@@ -124,6 +124,18 @@ def test_the_result_itself_is_written(on_host):
     assert fields["gradient"] == grads.dbias.data.ptr
 
 
+def test_what_no_pair_adds_to_is_zero(on_host):
+    """An array that the score does not read, and one of no pairs."""
+    cupy, _ = on_host
+    q, unused = cupy.ndarray((1, 2, 8, 64), np.float16), cupy.ndarray((3,), np.float32)
+    _, pull = cuflash.attention_vjp(q, q, q, score_mod=lambda s, *_: s, score_args=(unused,))
+    assert not pull(q, need=("score_args",)).dscore_args[0].base.any()
+    none = cupy.ndarray((1, 2, 0, 64), np.float16)
+    bias = cupy.ndarray((8, 1), np.float16)
+    _, pull = cuflash.attention_vjp(q, none, none, bias=bias)
+    assert not pull(q, need=("bias",)).dbias.base.any()
+
+
 # ---- turns -----------------------------------------------------------------------------------
 
 TURNS = r"""
