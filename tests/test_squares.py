@@ -274,7 +274,6 @@ struct float2 { float x, y; };
 template <class T> T from_float(float x) { return x; }
 struct Plan {
     using Element = float;
-    static constexpr int kThreads = 256;
     static constexpr bool kBand = true;
 };
 template <bool kBand> struct Mask {

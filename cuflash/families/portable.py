@@ -388,9 +388,7 @@ def cast_plan(problem, backward: Plan, *, whole: bool) -> Plan:
 
 def pair_gradient_plan(dtype: str, band: bool) -> Plan:
     """The plan of pair_gradient.cu."""
-    constants = (
-        ("Element", CPP_TYPES[dtype]), ("kThreads", 256), ("kBand", band), ("kIntervals", False),
-    )  # fmt: skip
+    constants = ("Element", CPP_TYPES[dtype]), ("kBand", band), ("kIntervals", False)
     return Plan("pair_gradient", "pair_gradient", 256, 0, constants)
 
 
