@@ -208,7 +208,7 @@ def backward(
         problem = scores.problem
         if scores.untraced is not None:
             raise scores.untraced
-        targets = ScoreGradients(home, scores, wanted[len(GRADIENTS) :])
+        targets = ScoreGradients(home, scores, wanted[len(GRADIENTS) :], call.trivial)
         finish = targets.finish
         extra = {"extras": scores.extras, "dargs": targets.dargs, "dsinks": targets.dsinks}
     if not any(wanted):

@@ -115,14 +115,17 @@ def _main_step(
     # heads are as many shorter queues. (Hopper's kernel starts them at different rows instead, but
     # not with a block map.)
     hopper = plan.params == "backward_sm90"
-    turns = plan["kDeterministic"] and plan["kNeedDq"]
+    turns = plan["kDeterministic"] and (plan["kNeedDq"] or options.squared)
     spread = hopper and problem.block_map is None
     num_m_blocks = -(-problem.seqlen_q // plan["kBlockM"])
     section = steps.section_values(problem, device, heads, query_bytes, turns and not spread)
     groups = [min(blocks, device.num_sms)] * 2
     if spread and turns and not problem.bounded:
-        tile = tile or sm90_backward.tile_of(problem)
-        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads)
+        tile = tile or sm90_backward.tile_of(problem, options)
+        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads, options.squared)
+        section = [size, heads // size * size]
+    elif options.squared:  # blocks of the same keys wait for each other
+        size = min(section[0], device.num_sms)
         section = [size, heads // size * size]
     values = (
         *steps.shape_values(problem, blocks),
@@ -205,7 +208,7 @@ def _steps(problem, device, a: _Arrays, deterministic, wanted, operands, tile) -
     flags = 1
     if family is portable:
         flags = main["kSlices"] * main["kDqWarpsM"] * main["kDqWarpsD"]
-    flag_count = rows * num_m_blocks * flags + 1
+    flag_count = rows * num_m_blocks * flags + 1 if cast else 1
     zeroed = family is portable or not main["kStoreFirst"]
     return _Backward(
         delta=_delta_step(problem, a, rows, stats_pitch, 0 if zeroed else flag_count),
@@ -216,7 +219,7 @@ def _steps(problem, device, a: _Arrays, deterministic, wanted, operands, tile) -
         cast=cast,
         rows=rows,
         stats_pitch=stats_pitch,
-        accum_values=rows * accum_pitch,
+        accum_values=rows * accum_pitch if cast else 0,
         accum_zeroed=zeroed,
         flag_count=flag_count,
         options=options,
@@ -256,11 +259,11 @@ def backward(
     """
     given = _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv)
     operands = Operands.of(problem, extras)
-    wanted = gradients.gradients_of(problem, dargs)
+    wanted = _wanted(problem, given, dargs, tile)
     if not wanted and dsinks is None:
         _backward(problem, given, None, deterministic, wanted, operands, tile)
         return
-    sums = gradients.sums_of(problem, wanted, dargs)
+    sums = gradients.sums_of(problem, wanted, dargs, deterministic)
     operands = replace(operands, sums=sums)
     gradients.choose_bounded_units(problem, sums, given, operands.keep_limit)
     by_sink = None
@@ -277,6 +280,17 @@ def backward(
         x.finish(dargs[n])
     if dsinks is not None:
         gradients.reduce_to(dsinks, by_sink)
+
+
+def _wanted(problem, given: _Arrays, dargs, tile) -> tuple:
+    """The gradients of arguments as the main kernel sums them."""
+    wanted = gradients.gradients_of(problem, dargs)
+    if gradients.is_ds(problem, wanted, dargs):
+        access = steps.access_of(True, q=given.q, k=given.k, v=given.v, dout=given.dout)
+        device = steps.device_facts(given.q.data.device_id)
+        if choose(problem, device, access, "backward", tile)[0] is sm90_backward:
+            return (replace(wanted[0], words=0),)
+    return wanted
 
 
 def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) -> None:
@@ -305,11 +319,15 @@ def plans_of(
     It takes what `backward` takes, and raises ValueError and NotImplementedError as that does.
     """
     given = _complete(dout, q, k, v, out, lse, dlse, dq, dk, dv)
-    wanted = gradients.gradients_of(problem, dargs)
+    wanted = _wanted(problem, given, dargs, tile)
     operands = Operands.of(problem, extras)
     if wanted:
-        operands = replace(operands, sums=gradients.sums_of(problem, wanted, dargs))
-    return _plans_of(problem, given, operands, deterministic, wanted, tile)
+        sums = gradients.sums_of(problem, wanted, dargs, deterministic)
+        operands = replace(operands, sums=sums)
+    found = _plans_of(problem, given, operands, deterministic, wanted, tile)
+    if Options.of(problem, gradients=wanted).squared:
+        found += [x.step(dargs[n]).plan for n, x in operands.sums.items()]
+    return found
 
 
 def _plans_of(problem, given, operands, deterministic, wanted, tile):
@@ -363,7 +381,7 @@ def _run(problem, device_id: int, kernels: _Backward, a: _Arrays, operands, by_s
     workspace = cupy.empty(3 * kernels.rows * kernels.stats_pitch, accum_type)
     stats = workspace.data.ptr
     accum = flags = ticket = 0
-    if kernels.cast is not None:
+    if kernels.cast is not None or kernels.options.squared:
         accum_bytes = kernels.accum_values * workspace.itemsize
         # Where sums begin with a write, delta sets the flags and the counter to 0.
         make = cupy.zeros if kernels.accum_zeroed else cupy.empty

@@ -12,7 +12,6 @@ import numpy as np
 
 from . import launch_steps as steps
 from . import score_rows, tensormap
-from .params import BATCH_DIMS
 from .score_text import Options
 
 _MASK = 2**64 - 1
@@ -173,10 +172,7 @@ class Operands:
         if options.dropout:
             found += [self.keep_limit]
         for n in options.summed:
-            sums = self.sums[n]
-            found += [sums.count]
-            if options.args[n].kind == "grid":
-                found += [0] * (BATCH_DIMS - len(problem.batch)) + sums.strides
+            found += self.sums[n].rest(problem)
         if options.map_block:
             found += steps.all_strides(problem, self.block_map.kinds)
         found += [problem.scale]

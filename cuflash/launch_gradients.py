@@ -20,8 +20,10 @@ from . import launch_steps as steps
 from .families import portable
 from .launch_extras import STEPS_OF_KEEP
 from .launch_steps import BATCH_DIMS, Step
+from .plan import ITEM_BYTES
+from .score import constant
 from .score_bounds import largest
-from .score_text import Gradient
+from .score_text import Gradient, depends
 
 SUM_BITS = 59  # of 63: what rounding adds to a term and to the bound stays below
 LOW_BITS = 40  # kLowBits in attn/score_gradients.cuh
@@ -58,6 +60,11 @@ class Sums:
     def key(self) -> tuple:
         return self.number, self.count, *self.strides
 
+    def rest(self, problem) -> list[int]:
+        """The values that stay from launch to launch."""
+        missing = BATCH_DIMS - len(problem.batch) if self.strides else 0
+        return [self.count, *[0] * missing, *self.strides]
+
     def at(self, index) -> Sums:
         """Seen from one of several launches, which ``index`` numbers."""
         if not self.strides:
@@ -84,7 +91,60 @@ class Sums:
         kinds = self.notes[:count]  # 1: NaN, 2: inf, 4: -inf
         total = cupy.where(kinds == 0, total, np.nan)
         total = cupy.where(kinds == 2, np.inf, cupy.where(kinds == 4, -np.inf, total))
-        gradient[...] = total.reshape(self.shape).astype(gradient.dtype)
+        # Rounded twice where there may be no cast of doubles.
+        dtype = np.float32 if gradient.dtype.itemsize == 2 else gradient.dtype
+        gradient[...] = total.reshape(self.shape).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The same as floats, where the gradient is dS (attn/backward_sm90.cuh)."""
+
+    number: int
+    shape: tuple[int, ...]
+    problem: Any
+    squares: Any  # cupy.ndarray of float32 (entries, blocks of queries, blocks of keys, 64 * 64)
+    flags: Any  # of turns, or None
+    measuring, largest = False, math.nan
+
+    def words(self) -> list[int]:
+        return steps.starts_of((self.squares, self.flags))
+
+    def key(self) -> tuple:
+        return self.number, self.shape
+
+    def rest(self, problem) -> list[int]:
+        *batch, heads = self.shape[:-2]
+        return [heads if math.prod(batch) > 1 else 0, int(heads > 1)]
+
+    def step(self, gradient) -> Step:
+        *batch, heads = self.shape[:-2]
+        its = replace(self.problem, batch=tuple(batch), num_heads=heads, num_kv_heads=heads)
+        entries, rows, columns, _ = self.squares.shape
+        return Step.of(
+            portable.pair_gradient_plan(gradient.dtype.name, its.band is not None),
+            entries * rows * columns,
+            *steps.all_strides(its, gradient),
+            *steps.shape_values(its, rows),
+            *steps.band_values(its),
+            columns,
+        )
+
+    def finish(self, gradient) -> None:
+        starts = steps.starts_of((self.squares, gradient))
+        self.step(gradient).launch(gradient.data.device_id, *starts)
+
+
+def is_ds(problem, wanted, dargs) -> bool:
+    """Whether a single gradient is wanted, and is dS, pair by pair; its array's batch axes are all
+    shared, or none.
+    """
+    plain = ITEM_BYTES[problem.dtype] == 2 and not problem.packed and problem.block_map is None
+    if not plain or len(wanted) != 1 or not all(wanted[0].along):
+        return False
+    n, node, term = problem.program.gradients[wanted[0].number]
+    shared = {a < b for a, b in zip(dargs[n].shape[:-3], problem.batch) if b > 1}
+    return node.op == "element" and term is constant(1.0) and len(shared) < 2
 
 
 def gradients_of(problem, dargs) -> tuple[Gradient, ...]:
@@ -117,13 +177,11 @@ def gradients_of(problem, dargs) -> tuple[Gradient, ...]:
 
 def _varies(node, axis, packed=False) -> bool:
     """Whether an entry's place does along i or j; b does along both where sequences are packed."""
-    from .score_text import depends
-
     causes = (axis, "s", "b") if packed else (axis, "s")
     return any(depends(index, cause) for index in node.operands for cause in causes)
 
 
-def sums_of(problem, gradients, dargs) -> dict[int, Sums]:
+def sums_of(problem, gradients, dargs, deterministic=True) -> dict[int, Sums | Squares]:
     """Zeros, for each argument whose gradient is summed."""
     program, sums = problem.program, {}
     pairs = math.prod(problem.batch) * problem.num_heads * problem.seqlen_q * problem.seqlen_k
@@ -134,6 +192,15 @@ def sums_of(problem, gradients, dargs) -> dict[int, Sums]:
         bounds = [largest(term, problem) for m, _, term in program.gradients if m == n]
         shape = tuple(dargs[n].shape)
         count = math.prod(shape)
+        if gradient.words == 0:
+            blocks = -(-problem.seqlen_q // 64), -(-problem.seqlen_k // 128) * 2
+            entries = math.prod(shape[:-2])
+            # In turns the first writes, else all are added.
+            squares = (cupy.empty if deterministic else cupy.zeros)((entries, *blocks, 4096), "f")
+            shared = entries < math.prod(problem.batch) * problem.num_heads
+            flags = cupy.zeros(squares.shape[:3], "I") if deterministic and shared else None
+            sums[n] = Squares(n, shape, problem, squares, flags)
+            continue
         bound = math.nan if None in bounds else max(bounds)
         terms = pairs if gradient.measured else pairs // problem.seqlen_k
         sums[n] = Sums(

@@ -170,6 +170,14 @@ TABLES = {
         ("scale", "f64"),
         ("accum_pitch", "i64"),
     ],
+    "pair_gradient": [
+        ("squares", "in"),
+        ("gradient", "out"),
+        ("gradient_strides", "strides"),
+        *_SHAPE,
+        *_BAND,
+        ("num_key_blocks", "u32"),
+    ],
     "row_norm": [
         ("x", "in"),
         ("most", "out"),

@@ -19,19 +19,26 @@ class ScoreGradients:
         (*batch, Hq), of size 1 along the axes along which sinks are broadcast.
     """
 
-    def __init__(self, home, scores, wanted):
+    def __init__(self, home, scores, wanted, trivial):
         self.home, self.scores, self.wanted = home, scores, wanted
         self.names = ("bias", "alibi_slopes", "sinks")
         # NumPy's sums are taken in float64, whatever the caller's dtype.
         self.dtype = np.dtype("float64" if home.xp is np else scores.number)
         dargs = [None] * len(scores.args)
-        self.dsinks = None
+        self.dsinks, self._handles = None, {}
+        program = None if trivial else scores.problem.program
+        summed = {n for n, _, _ in program.gradients} if program else ()
         for name in self._asked():
-            _, number, view = scores.own[name]
+            given, number, view = scores.own[name]
             if number is None:
                 self.dsinks = home.xp.zeros(view.shape, self.dtype)
-            elif dargs[number] is None:
-                dargs[number] = home.xp.zeros(view.shape, self.dtype)
+            elif dargs[number] is None and home.xp is np:
+                dargs[number] = np.zeros(view.shape, self.dtype)
+            elif dargs[number] is None:  # the result itself
+                result, self._handles[name] = home.new(tuple(given.shape), view.dtype)
+                if number not in summed:
+                    result.fill(0)
+                dargs[number] = result.reshape(view.shape)
         self.dargs = tuple(dargs)
 
     def _asked(self):
@@ -69,6 +76,8 @@ class ScoreGradients:
         return [*results, args]
 
     def _one(self, name):
+        if name in self._handles:
+            return self.home.finish(self._handles[name])
         given, number, view = self.scores.own[name]
         total = self.dsinks if number is None else self.dargs[number]
         result, handle = self.home.new(tuple(given.shape), view.dtype)

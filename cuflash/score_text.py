@@ -40,6 +40,7 @@ struct Score {
     static constexpr bool kProgram = false, kHides = false, kUnit = true, kKeepsScore = false;
     static constexpr bool kSinks = false, kDropout = false, kGradients = false;
     static constexpr bool kChanges = false, kCapped = false, kBitsByKey = false;
+    static constexpr bool kSquares = false;
     static constexpr int kStarts = 0;
     __device__ __forceinline__ Score(const Params&, u32, u32) {}
     template <class Start> __device__ __forceinline__ Score(const Params&, u32, u32, Start) {}
@@ -68,7 +69,7 @@ class Gradient:
     number: int  # which one
     along: tuple[bool, bool]  # whether the entries that pairs meet in vary with the query, the key
     measured: bool  # whether the bound on its terms is known only from a run of the kernel
-    words: int  # of a sum (attn/score_gradients.cuh)
+    words: int  # of a sum (attn/score_gradients.cuh); 0: squares (attn/backward_sm90.cuh)
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,11 @@ class Options:
         numbers = (self.program.gradients[g.number][0] for g in self.gradients)
         return tuple(dict.fromkeys(numbers))
 
+    @property
+    def squared(self) -> bool:
+        """Whether there is one, of squares."""
+        return any(gradient.words == 0 for gradient in self.gradients)
+
 
 # ---- parameters ------------------------------------------------------------------------------
 
@@ -154,6 +160,10 @@ def rows(options: Options, forward: bool, staged: int | None = None) -> tuple[tu
     if options.dropout:
         found += [("seed", "word"), ("seed_array", "in"), ("keep_limit", "u32")]
     for n in options.summed:
+        if options.squared:
+            found += [("squares", "out"), ("square_flags", "out")]
+            found += [("square_batch", "u32"), ("square_head", "u32")]
+            continue
         found += [(f"sums{n}", "out"), (f"notes{n}", "out"), (f"unit{n}", "in")]
         found += [(f"largest{n}", "out"), (f"first_entry{n}", "word"), (f"entries{n}", "i64")]
         if options.args[n].kind == "grid":
@@ -184,9 +194,9 @@ def text(
     inverses: bool = False, staged: int | None = None,
 ) -> str:
     """The C++ definition of ``struct Score``. With ``paired`` that of kernels which keep their
-    queries (score_rows.py), perhaps with a ``staged`` argument; ``quick``: of backward kernels with 16-bit results, with
-    attn/tanh.cuh's tanh and numbers that are floats already; ``inverses``: of numbers, in place of
-    divisions.
+    queries (score_rows.py), perhaps with a ``staged`` argument; ``quick``: of backward kernels with
+    16-bit results, with quick_tanh (attn/score_keys.cuh) and numbers that are floats already;
+    ``inverses``: of numbers, in place of divisions.
     """
     if not options:
         return PLAIN
@@ -231,8 +241,9 @@ def facts(options: Options) -> dict[str, bool]:
         "kKeepsScore": needs,
         "kSinks": options.sinks,
         "kDropout": options.dropout,
-        "kGradients": bool(options.gradients),
+        "kGradients": bool(options.gradients) and not options.squared,
         "kBitsByKey": _bits_by_key(options) is not None,
+        "kSquares": options.squared,
     }
 
 
@@ -413,14 +424,14 @@ def _dropout(options):
 
 def _gradients(options):
     """For each gradient a struct that attn/score_gradients.cuh takes."""
-    lines = []
-    for gradient in options.gradients:
+    lines, summed = [], () if options.squared else options.gradients
+    for gradient in summed:
         n = gradient.number
         number, node, term = options.program.gradients[n]
         lines += _function(f"Accum term{n}(Accum s, int i, int j)", _body(options, term))
         lines += _function(f"i64 entry{n}(int i, int j)", _entry(options, number, node))
         lines += _gradient_struct(gradient, number)
-    visits = [f"f(Gradient{g.number}{{*this}});" for g in options.gradients]
+    visits = [f"f(Gradient{g.number}{{*this}});" for g in summed]
     head = "template <class F> __device__ __forceinline__ void for_each_gradient(F f) const {"
     return [*lines, head, *("    " + visit for visit in visits), "}"]
 

@@ -12,6 +12,7 @@
 //     warpgroup 0, warp 0     few        producer: loads k, v, then q, dout and row statistics
 //     warpgroup 0, warp 1     few        reducer: adds parts of dQ in L2; if deterministic,
 //                  and 2                 in turns, each every other step
+//     warpgroup 0, warp 3     few        adds squares of dS, where they are a gradient
 //     warpgroups 1, 2         many       consumers: 64 keys each
 //
 // attn/backward_sm90.cuh has the barriers between them. Everything is computed transposed, so that

@@ -45,10 +45,15 @@ struct Half : Consumer {
                       descriptor(smem.k() + part * kKeyPanel, kKeyPanel));
         wgmma_commit_group();
     }
+    // Of the step.
+    __device__ __forceinline__ u32 parity() const { return Plan::kStages == 1 ? q.phase : q.stage; }
     __device__ __forceinline__ u32 bits() const {
         return smem.exchange() + kFragments * kFragmentBytes + thread * 8;
     }
 };
+
+// Whether a part of dQ leaves through P^T's place.
+inline constexpr bool kThird = Plan::kDqBuffers == 3 && Plan::kNeedDq;
 
 // Warpgroup 1.
 struct WeightHalf : Half {
@@ -59,7 +64,10 @@ struct WeightHalf : Half {
         wgmma_commit_group();
     }
     __device__ __forceinline__ void send(const Scores& s, const Kept& kept) const {
-        if constexpr (Plan::kDqBuffers == 3) mbarrier_wait(smem.dq_empty(2), dq_phase);
+        if constexpr (kThird)
+            mbarrier_wait(smem.dq_empty(2), dq_phase);
+        else
+            wait_for_square(parity() ^ 1);
 #pragma unroll
         for (int n = 0; n < Scores::kColTiles; ++n) store_tile_of(fragment(0), n, s.x[0][n]);
         if constexpr (Score::kProgram)
@@ -108,6 +116,7 @@ struct WeightHalf : Half {
                 wgmma_fence();
                 start_dq(dq, part);
                 wgmma_wait_group<0>();
+                if (is_third(dq_buffer(part))) wait_for_square(parity());
                 hand_over(dq, dq_buffer(part), q.stage);
             });
         wgmma_wait_group<0>();

@@ -46,7 +46,7 @@ HOST_MODULES = {
         "import", "intervals", "kernel_dropout", "kernel_mask_bits", "kernel_spans", "kernel_sums",
         "launch", "launch_mask_bits", "launch_packed", "launch_scores", "launch_sm90",
         "launch_spans", "package", "plan", "plans_of", "prebuild", "problem", "reference",
-        "sanitize_cases", "score", "score_rows", "score_text", "source",
+        "sanitize_cases", "score", "score_rows", "score_text", "source", "squares",
     )
 }  # fmt: skip
 

@@ -43,6 +43,9 @@ def build(devices=2, capability="90"):
                 raise AttributeError(name)
             return getattr(self.base, name)
 
+        def reshape(self, shape):
+            return self.view_of(self.base.reshape(shape))
+
         def swapaxes(self, a, b):
             return self.view_of(self.base.swapaxes(a, b))
 

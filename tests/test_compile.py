@@ -146,6 +146,7 @@ def small_plans(problem: Problem, device) -> list[Plan]:
     )
     plans += [portable.cast_plan(problem, backward, whole=whole) for whole in (True, False)]
     plans += [portable.row_norm_plan(problem.dtype)]
+    plans += [portable.pair_gradient_plan(problem.dtype, band) for band in (True, False)]
     return plans
 
 

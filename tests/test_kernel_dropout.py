@@ -26,10 +26,10 @@ PRELUDE = r"""
 struct Lane { int x; };
 struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
+inline int opaque(int x) { return x; }
 template <class X> X load_constant(const X* address) { return *address; }
 thread_local Lane threadIdx;
 inline constexpr unsigned kFullWarp = ~0u;
-inline int opaque(int x) { return x; }
 inline int detached(int x) { return x; }
 
 // What the lanes of a warp exchange: all write, all read, in step.

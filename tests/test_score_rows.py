@@ -145,7 +145,7 @@ int main() {
 def _header(name):
     text = (source.folder() / "attn" / name).read_text()
     text = re.sub(r"#(include|pragma once).*", "", text)
-    text = re.sub(r'asm\("rcp.*', "inverse = 1 / (power + 1);", text)
+    text = re.sub(r'asm\("rcp.*', "inverse = 1 / x;", text)
     copied = "memcpy(two.words, address, 2 * sizeof(Element)); return two;"
     start = r"if constexpr \(sizeof\(Element\) == 1\)\s+asm.*?return two;"
     text = re.sub(start, copied, text, flags=re.S)

@@ -96,6 +96,9 @@ def test_blocks_that_wait_for_each_other_fit_the_device(tile, heads):
         problem = replace(
             BASE, seqlen_q=blocks_q * tile.block_m - 1, seqlen_k=blocks_k * tile.block_n - 1
         )
+        section, group, last_group = sm90_backward.turn_groups(problem, tile, sms, heads, True)
+        assert 1 <= section <= heads and section * group <= sms
+        assert (heads % section or section) * last_group <= sms
         section, group, last_group = sm90_backward.turn_groups(problem, tile, sms, heads)
         assert 1 <= section <= heads and 1 <= group <= last_group <= blocks_k
         assert section * group <= sms and (heads % section or section) * last_group <= sms

@@ -62,14 +62,23 @@ def gradients_of(problem):
     return tuple(found)
 
 
-def plan_of(problem, gradients=(), tile=None):
+def squares_of(problem):
+    """The bias's gradient by squares of dS."""
+    return tuple(
+        replace(g, words=0)
+        for g in gradients_of(problem)
+        if problem.program.args[problem.program.gradients[g.number][0]].name == "bias"
+    )
+
+
+def plan_of(problem, gradients=(), tile=None, need_dq=True, deterministic=True):
     return sm90_backward.backward_plan(
         problem,
         HOPPER,
         Access(16, 16),
-        need_dq=True,
+        need_dq=need_dq,
         need_dkv=True,
-        deterministic=True,
+        deterministic=deterministic,
         gradients=gradients,
         tile=tile,
     )
@@ -103,6 +112,31 @@ def test_kernels_compile(gate):
     check([x for x in built if x.name == MAY_SPILL], may_spill=True)
 
 
+def _squares(spilling):
+    """A bias's gradient alone and beside each option, at each kernel, those that spill or the
+    others.
+    """
+    spill = {("mask", 128), ("dropout", 128), ("dropout", 256), ("alibi_slopes", 256), ("softcap", 128)}
+    for name in ("bias", "causal", "mask", "dropout", "sinks", "softcap", "alibi_slopes"):
+        options = {**ALONE["bias"], **ALONE.get(name, {})}
+        for head_dim in (64, 128, 192, 256):
+            problem = problem_of(options, head_dim, causal=name == "causal")
+            for ordered in (True, False):
+                may = (name, head_dim) in spill or head_dim == 128 and not ordered
+                if may == spilling:
+                    plan = plan_of(problem, squares_of(problem), None, ordered, ordered)
+                    yield f"{name}, {head_dim}, {ordered}", plan, "sm_90a"
+
+
+def test_kernels_with_squares_compile(gate):
+    check(gate.build(_squares(False), sample=4))
+
+
+def test_kernels_with_squares_and_more_compile(gate):
+    """Their scores take the registers: up to ten are spilled, as beside sums of integers."""
+    check(gate.build(_squares(True), sample=2), may_spill=True)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("head_dim", (16, 64, 96, 128, 192, 256))
 def test_every_option_has_a_plan(name, head_dim):
@@ -112,7 +146,7 @@ def test_every_option_has_a_plan(name, head_dim):
     assert family is sm90_backward and rejections == []
     found = [()]
     if problem.program is not None and problem.program.gradients:
-        found.append(gradients_of(problem))
+        found += [gradients_of(problem), squares_of(problem)]
     for gradients in found:
         options = Options.of(problem, gradients=gradients)
         tile = sm90_backward.tile_of(problem, options)

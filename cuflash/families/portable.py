@@ -392,6 +392,12 @@ def cast_plan(problem, backward: Plan, *, whole: bool) -> Plan:
     return Plan("cast", "cast", 256, 0, constants, operands=LENGTHS if lengths else ())
 
 
+def pair_gradient_plan(dtype: str, band: bool) -> Plan:
+    """The plan of pair_gradient.cu."""
+    constants = ("Element", CPP_TYPES[dtype]), ("kBand", band), ("kIntervals", False)
+    return Plan("pair_gradient", "pair_gradient", 256, 0, constants)
+
+
 def row_norm_plan(dtype: str) -> Plan:
     """The plan of row_norm.cu."""
     constants = (("Element", CPP_TYPES[dtype]), ("kWarps", 4), ("kBlockRows", 64))

@@ -124,7 +124,7 @@ def _many_arrays(options: Options) -> bool:
 def keeps_fragment(options: Options) -> bool:
     """kKeepsFragment in attn/backward_smem.cuh."""
     facts = score_text.facts(options)
-    return facts["kGradients"] and (facts["kKeepsScore"] or not facts["kUnit"])
+    return bool(options.gradients) and (facts["kKeepsScore"] or not facts["kUnit"])
 
 
 def _by_band(problem) -> bool:
@@ -151,7 +151,9 @@ def accum_columns(head_dim: int, tile: Tile) -> int:
     return head_dim if tile.block_m == 128 else round_up(head_dim, 64)
 
 
-def turn_groups(problem, tile: Tile, num_sms: int, heads: int) -> tuple[int, int, int]:
+def turn_groups(
+    problem, tile: Tile, num_sms: int, heads: int, squares: bool = False
+) -> tuple[int, int, int]:
     """Blocks of keys that go round the blocks of queries together and take turns at them
     (attn/backward_sm90.cuh): all of a group must be on the device at once.
 
@@ -165,13 +167,14 @@ def turn_groups(problem, tile: Tile, num_sms: int, heads: int) -> tuple[int, int
     -----
     Places in a group are tile.distance blocks of queries apart, or further: a turn then has the
     time of so many steps to be completed and seen. Where a head has too few queries for all its
-    blocks, several heads share the device, unless there are too few of them to fill it.
+    blocks, several heads share the device, unless there are too few of them to fill it; and with
+    ``squares``, at which sections take turns.
     """
     blocks = -(-problem.seqlen_k // tile.block_n)
     apart = max(1, -(-problem.seqlen_q // tile.block_m) // tile.distance)
     group = min(blocks, num_sms)
     if group <= apart:
-        return 1, group, group
+        return min(heads, num_sms // group) if squares else 1, group, group
     section = min(heads, num_sms // apart)
     group = min(group, apart if heads >= num_sms // apart else num_sms // heads)
     group = -(-blocks // -(-blocks // group))
@@ -193,7 +196,8 @@ def backward_smem(
     exchange += 8 * 128 if tile.wide and options else 0
     dq = 2 * 64 * 4 * (head_dim if tile.block_m == 128 else 64) if need_dq else 0
     stats = 4 * tile.block_m * (2 * tile.stages + tile.stages_v)
-    barriers = 8 * (2 + dq_buffers * (1 + reducers) + 2 * (tile.stages + tile.stages_v))
+    squares = tile.block_n // 64 if options.squared else 0
+    barriers = 8 * (2 + dq_buffers * (1 + reducers) + 2 * (tile.stages + tile.stages_v + squares))
     starts = 16 * sum(arg.kind == "grid" for arg in options.args)
     return keys + queries + ds + exchange + dq + stats + round_up(barriers, 16) + 16 + starts + 1024
 

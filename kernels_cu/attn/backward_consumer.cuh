@@ -162,6 +162,7 @@ struct Consumer {
     __device__ __forceinline__ void differentiate(Scores& ds, const Scores& weights,
                                                   const Kept& kept, const Block& at,
                                                   int stage) const {
+        wait_for_square(stage ^ 1);
         if constexpr (Score::kDropout) drop(ds, kept, at.sees.score.keep_scale());
         subtract_delta(ds, stage);
         multiply(ds, weights);
@@ -170,12 +171,31 @@ struct Consumer {
     __device__ __forceinline__ void finish_ds(Scores& ds, const Kept& kept, const Block& at) const {
         if constexpr (Score::kGradients) to_score(ds, kept, at);
         if constexpr (kMasks) hide_unseen(ds, kept);
+        if constexpr (Score::kSquares) hand_square(ds);
     }
+    // dS^T to warp 3, then the gradient by the scaled product.
+    __device__ __forceinline__ void hand_square(Scores& ds) const {
+#pragma unroll
+        for (int n = 0; n < Scores::kColTiles; ++n) store_tile_of(fragment(0), n, ds.x[0][n]);
+        fence_proxy_async();
+        release(smem.square_full(own_square()));
+        if constexpr (!Score::kUnit) {
+            Scores slopes;
+#pragma unroll
+            for (int n = 0; n < Scores::kColTiles; ++n)
+                load_tile_of(slopes.x[0][n], fragment(1), n);
+            multiply(ds, slopes);
+        }
+    }
+    // Until the square of a step of that parity has left fragment(0).
+    __device__ __forceinline__ void wait_for_square(u32 parity) const {
+        if constexpr (Score::kSquares) mbarrier_wait(smem.square_empty(own_square()), parity);
+    }
+    __device__ __forceinline__ int own_square() const { return Plan::kExchange ? 0 : warpgroup; }
     // This thread's place in a fragment in shared memory, 16 bytes a column tile: nobody else comes
     // there but the thread of the same number in a warpgroup that shares its keys.
     __device__ __forceinline__ u32 fragment(int n) const {
-        const int own = Plan::kExchange ? 0 : warpgroup * (kFragmentBytes / 2);
-        return smem.exchange() + n * kFragmentBytes + own + thread * 16;
+        return smem.exchange() + n * kFragmentBytes + own_square() * kSquareBytes + thread * 16;
     }
     // What the score's arrays receive, then the gradient by the scaled product: with dS^T in shared
     // memory, since registers are full, and in loops, since a score's functions may be long. (A
@@ -442,6 +462,8 @@ __device__ __forceinline__ void run_block(const Params& p, Consume consume) {
         if (threadIdx.x == 0) produce(p, smem, work);
         if (Plan::kNeedDq && warp >= 1 && warp <= Plan::kReducers && lane_id() == 0)
             reduce(p, smem, work, warp - 1);
+        if constexpr (Score::kSquares)
+            if (warp == 3 && lane_id() == 0) add_squares(p, smem, work);
     } else {
         setmaxnreg_inc<Plan::kConsumerRegisters>();
         consume(smem, work, warp / 4 - 1);

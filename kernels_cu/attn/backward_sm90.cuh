@@ -11,6 +11,8 @@
 //     dout_empty[stage]   each consumer warp, after dV      producer
 //     dq_full[buffer]     the four warps of a warpgroup     the step's reducer, each on its own
 //     dq_empty[buffer]    reducer, once the buffer is read  that warpgroup
+//     square_full,        as dq's, of each warpgroup's      warp 3; who writes fragment(0)
+//     square_empty        square
 //
 // dQ sums over blocks of keys, which are different thread blocks. A part of it leaves through a
 // buffer in shared memory, in the order of attn/turn.cuh's fragments, which cast.cu reads: a bulk
@@ -32,6 +34,11 @@
 // With a block map blocks of queries are places in a list for each head (attn/block_map.cuh).
 // Tickets are in the order of the turns, which are counted among the blocks of keys that visit the
 // same queries; without turns the lists begin at different blocks. Every sum then begins with 0.
+//
+// dS is also the gradient of an array added to the score, summed over the heads that share it: warp 3
+// adds squares of 64 queries and 64 keys as their fragments lie. In turns heads of a section, which
+// has no more of them than SMs, go step by step: who is waited for is at an earlier step, or at the
+// same one of an earlier head.
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/matrix.cuh"
@@ -328,6 +335,50 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& smem, cons
         }
     }
     bulk_wait_all();
+}
+
+template <class AnyParams>
+__device__ __forceinline__ void add_squares(const AnyParams& p, const Shared& smem,
+                                            const Work<1>& w) {
+    HeadCounter heads(smem, w.head * p.group);
+    u32* const flags = static_cast<u32*>(p.square_flags);  // null: no square is shared
+    const u32 columns = ceil_div(p.seqlen_k, 128) * 2;
+    u32 phase = 0, last = 0, turn = 0;  // last: the last step's flag, from 1 on
+    const auto complete = [&] {
+        bulk_wait_all();
+        if (last > 0) store_release(flags + last - 1, turn + 1);
+    };
+#pragma unroll 1
+    for (Walk walk(p, smem, w); walk.more() > 0; walk.next(), heads.next(), phase ^= 1) {
+        const u32 batch = u32(opaque(int(w.batch))), head = heads.of(walk);
+        const u32 entry = batch * p.square_batch + head * p.square_head;
+        const u32 row = entry * p.num_m_blocks + u32(walk.block());
+        bool first = Plan::kDeterministic;
+        if (Plan::kDeterministic && flags != nullptr) {
+            const u32 place = row * p.num_blocks + u32(w.block);
+            u32 seen = load_relaxed(flags + place);  // while the last step's are waited for
+            complete();
+            last = place + 1;
+            turn = square_turn(p, batch, w.head, head - w.head * p.group);
+            while (seen != turn) seen = load_relaxed(flags + place);
+            first = turn == 0;
+        }
+        const i64 square = i64(row) * columns + w.block * kSquares;
+#pragma unroll
+        for (int n = 0; n < kSquares; ++n) {
+            float* const to = static_cast<float*>(p.squares) + (square + n) * (kSquareBytes / 4);
+            const u32 from = smem.exchange() + n * kSquareBytes;
+            mbarrier_wait(smem.square_full(n), phase);
+            if (first)
+                bulk_store(to, from, kSquareBytes);
+            else
+                bulk_add(to, from, kSquareBytes);
+            bulk_commit_group();
+            bulk_wait_read<0>();
+            mbarrier_arrive(smem.square_empty(n));
+        }
+    }
+    complete();
 }
 
 // ---- consumers ---------------------------------------------------------------------------------

@@ -27,12 +27,13 @@ inline constexpr int kDoutBytes = kPanelsV * kQueryPanel;
 inline constexpr int kDsBytes = Plan::kBlockN / 64 * kQueryPanel;
 // What dS needs of the scores: their derivative enters the weights where nothing else needs these
 // as they are, else it or the scores themselves are kept.
-inline constexpr bool kKeepsFragment = Score::kGradients && (Score::kKeepsScore || !Score::kUnit);
+inline constexpr bool kSums = Score::kGradients || Score::kSquares;
+inline constexpr bool kKeepsFragment = kSums && (Score::kKeepsScore || !Score::kUnit);
 inline constexpr bool kFolds = Score::kProgram && !Score::kUnit && !kKeepsFragment;
 // Fragments in shared memory: P^T on its way from one warpgroup to the other, dS^T while gradients
-// of arrays are summed; what is kept.
+// of arrays are summed or it leaves as a square; what is kept.
 inline constexpr int kFragmentBytes = Plan::kBlockM * Plan::kBlockN * 4;
-inline constexpr int kFragments = kKeepsFragment ? 2 : Plan::kExchange || Score::kGradients ? 1 : 0;
+inline constexpr int kFragments = kKeepsFragment ? 2 : Plan::kExchange || kSums ? 1 : 0;
 // Two words of bits for each thread, from one warpgroup to the other.
 inline constexpr int kBitsBytes = Plan::kExchange && Score::kProgram ? 8 * kWarpgroupSize : 0;
 inline constexpr int kExchangeBytes = kFragments * kFragmentBytes + kBitsBytes;
@@ -50,7 +51,10 @@ static_assert(Plan::kAccumTiles == (kDqByRows ? kDqTiles : 8 * kPanels), "cast.c
 static_assert(Plan::kDqBuffers == 2 || (Plan::kExchange && kDqParts > 2), "P^T is not there");
 __device__ constexpr bool is_third(int buffer) { return Plan::kDqBuffers == 3 && buffer == 2; }
 __device__ constexpr int dq_buffer(int part) { return is_third(part) ? 2 : part % 2; }
-inline constexpr bool kOrdered = Plan::kDeterministic && Plan::kNeedDq;
+inline constexpr int kSquareBytes = 64 * 64 * 4;
+inline constexpr int kSquares = Score::kSquares ? Plan::kBlockN / 64 : 0;  // of a step
+static_assert(kSquares == 0 || Plan::kBlockM == 64, "64 queries and a warpgroup's 64 keys");
+inline constexpr bool kOrdered = Plan::kDeterministic && (Plan::kNeedDq || Score::kSquares);
 
 inline constexpr int kVBegin = kKBytes;
 inline constexpr int kQBegin = kVBegin + kVBytes;
@@ -63,7 +67,8 @@ inline constexpr int kDeltaBegin = kStatsBegin + Plan::kStages * 2 * kRowBytes;
 inline constexpr int kBarriers = kDeltaBegin + Plan::kStagesV * kRowBytes;
 // Barriers before those of the rings.
 inline constexpr int kRings = 2 + Plan::kDqBuffers * (1 + Plan::kReducers);
-inline constexpr int kNumBarriers = kRings + 2 * (Plan::kStages + Plan::kStagesV);
+inline constexpr int kSquareBarriers = kRings + 2 * (Plan::kStages + Plan::kStagesV);
+inline constexpr int kNumBarriers = kSquareBarriers + 2 * kSquares;
 static_assert(Plan::kReducers == 1 || Plan::kStages == 2, "a stage of q is a reducer's step");
 static_assert(!Plan::kStoreFirst || kOrdered, "somebody is the first");
 inline constexpr int kRangeBegin = kBarriers + (8 * kNumBarriers + 15) / 16 * 16;
@@ -123,6 +128,10 @@ struct Shared {
     __device__ __forceinline__ u32 dout_empty(int stage) const {
         return barrier(kRings + 2 * Plan::kStages + Plan::kStagesV + stage);
     }
+    __device__ __forceinline__ u32 square_full(int n) const { return barrier(kSquareBarriers + n); }
+    __device__ __forceinline__ u32 square_empty(int n) const {
+        return barrier(kSquareBarriers + kSquares + n);
+    }
     // The blocks of queries that see the block's keys: for all threads, registers are full.
     __device__ __forceinline__ SharedValue<BlockRange> range() const {
         return {base + kRangeBegin};
@@ -147,6 +156,8 @@ struct Shared {
             mbarrier_init(dout_full(n), 1);
             mbarrier_init(dout_empty(n), kConsumerWarps);
         }
+        for (int n = 0; n < kSquares; ++n)
+            mbarrier_init(square_full(n), 4), mbarrier_init(square_empty(n), 1);
         fence_mbarrier_init();
     }
 };

@@ -18,7 +18,6 @@
 #include "interval.cuh"
 #include "score_keys.cuh"
 #include "score_gradients.cuh"
-#include "tanh.cuh"
 
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }

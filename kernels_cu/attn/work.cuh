@@ -38,3 +38,18 @@ template <int kSlices> struct Work {
         return work;
     }
 };
+
+// How many add to a square that a query head shares, the n-th of its group, before it does: in the
+// order of sections, in these of n, then of heads.
+template <class AnyParams>
+__device__ __forceinline__ u32 square_turn(const AnyParams& p, u32 batch, u32 head, u32 n) {
+    if (p.square_head > 0) return batch;  // heads of one number share
+    const u32 heads = p.num_heads / p.group, outer = batch * heads + head;
+    const u32 sharing = p.square_batch > 0 ? heads : gridDim.x / p.num_blocks;
+    const u32 first = outer / sharing * sharing;
+    u32 begin = p.num_sectioned, end = first + sharing;
+    if (outer < begin)
+        begin = outer / p.section * p.section, end = min_of(end, begin + p.section);
+    begin = max_of(begin, first);
+    return (begin - first) * p.group + n * (end - begin) + outer - begin;
+}
