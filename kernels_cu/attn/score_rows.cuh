@@ -13,7 +13,7 @@
 //     reach, near          kReaches: how large arguments of tanh get, and up to which value value<true>
 //                          serves; below 0: nowhere
 #pragma once
-#include "../ptx/ldmatrix.cuh"
+#include "../ptx/matrix.cuh"
 #include "../tile/bits.cuh"
 #include "../tile/fragment.cuh"
 #include "program.cuh"
