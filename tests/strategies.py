@@ -249,6 +249,13 @@ def place(home, case, arrays=None):
 
 # Tiles of the Hopper family that fit its shared memory at every head dimension, with one, two and
 # three warpgroups of consumers; the last one's registers hold values of up to 128 dimensions.
+
+
+def thinned(step, *axes):
+    """Every `step`-th of all combinations: on a GPU each builds kernels of its own."""
+    return list(itertools.product(*axes))[::step]
+
+
 HOPPER_TILES = (
     (64, 64, 2),
     (128, 64, 2),

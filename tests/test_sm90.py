@@ -11,7 +11,7 @@ import pytest
 import score_cases
 from conftest import np_dtype
 from running import check
-from strategies import HOPPER_TILES, Case
+from strategies import HOPPER_TILES, Case, thinned
 
 import cuflash
 from cuflash import tensormap
@@ -210,9 +210,11 @@ STAGED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("dim", (40, 128, 256))
-@pytest.mark.parametrize("more", STAGED, ids=str)
-@pytest.mark.parametrize("lengths", ((330, 296), (64, 1024), (700, 136)))
+@pytest.mark.parametrize(
+    "dim, more, lengths",
+    thinned(4, (40, 128, 256), STAGED, ((330, 296), (64, 1024), (700, 136))),
+    ids=str,
+)
 def test_biases_that_come_by_tensor_maps(hopper, dim, more, lengths):
     """Broadcast over batches or heads, lengths that end within blocks, pieces without rows."""
     rows, cols = lengths
