@@ -150,9 +150,9 @@ def _fitting_tile(problem, options, paired, staged) -> Tile:
     if score_rows.reads_bits(options):  # from one word, while there is room
         tiles = [tile for tile in tiles if 128 % tile.block_n == 0 or tile.block_m == 64]
     if staged is not None:
-        tiles = [*filter(stages, tiles), *tiles]
+        tiles = [*(tile for tile in tiles if stages(problem, tile)), *tiles]
     for tile in tiles:
-        held = staged is not None and stages(tile)
+        held = staged is not None and stages(problem, tile)
         own = staged if held else None
         fits = takes(problem, tile, options, paired, own)
         if fits and forward_smem(problem, tile, held)[0] <= SMEM:
@@ -160,9 +160,11 @@ def _fitting_tile(problem, options, paired, staged) -> Tile:
     return tiles[-1]
 
 
-def stages(tile: Tile) -> bool:
-    """Whether blocks of an array of the caller's can come by way of shared memory: whole panels."""
-    return tile.block_n % 64 == 0
+def stages(problem, tile: Tile) -> bool:
+    """Whether blocks of an array of the caller's can come by way of shared memory: whole panels. (At
+    256 the one case that was tried came out wrong; why is not known.)
+    """
+    return tile.block_n % 64 == 0 and max(problem.head_dim, problem.head_dim_v) <= 128
 
 
 def forward_tile(problem, paired=(), staged=None) -> Tile:
@@ -268,7 +270,7 @@ def forward_plan(
     head_dim, head_dim_v = (round_up(d, 16) for d in (problem.head_dim, problem.head_dim_v))
     options = Options.of(problem)
     given, tile = tile, forward_tile(problem, paired, staged) if tile is None else tile
-    if not stages(tile) or forward_smem(problem, tile, staged is not None)[0] > SMEM:
+    if not stages(problem, tile) or forward_smem(problem, tile, staged is not None)[0] > SMEM:
         staged = None
     smem, q_slots, out_panels, out_in_q = forward_smem(problem, tile, staged is not None)
     consumers = tile.block_m // 64

@@ -72,9 +72,14 @@ template <class Accum, int kRowTiles, bool kFused = false> struct Softmax {
             large |= !(fabs(offset[q]) < kLargeOffset);
         }
         if (__any_sync(kFullWarp, large)) {
-            s.for_each_row([&](Accum& x, int q) { x -= reference[q]; });
+            Accum shift[kRows];
 #pragma unroll
-            for (int q = 0; q < kRows; ++q) offset[q] = 0;
+            for (int q = 0; q < kRows; ++q) {  // of this row only: others keep every bit
+                const bool own = !(fabs(offset[q]) < kLargeOffset);
+                shift[q] = own ? reference[q] : Accum(0);
+                offset[q] = own ? Accum(0) : offset[q];
+            }
+            s.for_each_row([&](Accum& x, int q) { x -= shift[q]; });
         }
     }
     // Moves the references, then replaces the scores by p.
