@@ -6,10 +6,17 @@ import argparse
 import importlib
 import importlib.util
 import os
+import platform
 import runpy
 import sys
+import time
 
-from .cli_common import Failure, UsageError
+import numpy as np
+
+import cuflash
+
+from . import config
+from .cli_common import Failure, UsageError, first_line, gpu_name, human, load_cupy
 from .problem import DTYPES, LAYOUTS
 
 _EPILOG = (
@@ -36,11 +43,11 @@ def main(argv=None):
         print(error, file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output has gone, as `head` does. Python would complain again at exit.
+        # The reader of our output has gone. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
-        # The machine is at fault, not the program: memory, disk, driver, a missing library.
+        # The machine is at fault: memory, disk, driver, a missing library.
         print(f"cuflash {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -60,6 +67,79 @@ def bench(args):
     runpy.run_module("bench", run_name="__main__")  # raises SystemExit with its own status
 
 
+def info(args):
+    """The info command; always succeeds, since what is missing is part of what it tells."""
+    del args
+    cupy, reason = load_cupy()
+    print(f"cuflash   {cuflash.__version__}")
+    print(f"Python    {platform.python_version()} on {platform.platform()}")
+    print(f"NumPy     {np.__version__}")
+    print(f"ml_dtypes {_version('ml_dtypes')}")
+    print(f"CuPy      {_version('cupy')}")
+    print(f"NVRTC     {_nvrtc()}")
+    if cupy is None:
+        print(f"devices   none: {reason}; calls on NumPy arrays run on the CPU")
+    else:
+        for number in range(cupy.cuda.runtime.getDeviceCount()):
+            props = cupy.cuda.runtime.getDeviceProperties(number)
+            capability = f"{props['major']}.{props['minor']}"
+            print(
+                f"device {number}  {gpu_name(cupy, number)}, compute capability {capability}, "
+                f"{human(props['totalGlobalMem'])}"
+            )
+    folder = config.cache_dir()
+    kernels = [path for suffix in ("cubin", "ptx") for path in folder.rglob(f"*.{suffix}")]
+    size = human(sum(file.stat().st_size for file in kernels))
+    print(f"cache     {folder}: {len(kernels)} kernels, {size}")
+
+
+def _version(module):
+    try:
+        return getattr(__import__(module), "__version__", "of unknown version")
+    except ImportError:
+        return "not installed"
+    except Exception as error:
+        return f"installed, but does not load: {first_line(error)}"
+
+
+def _nvrtc():
+    try:
+        from cupy.cuda import nvrtc
+
+        return "{}.{}".format(*nvrtc.getVersion())
+    except ImportError:
+        return "not available without CuPy"
+    except Exception as error:
+        return f"does not load: {first_line(error)}"
+
+
+def build(args):
+    """The compile command."""
+    from .ahead import compile_ahead
+
+    count, start = 0, time.perf_counter()
+
+    def report(record):
+        nonlocal count
+        count += 1
+        print(f"[{time.perf_counter() - start:6.1f} s] {record}", flush=True)
+
+    try:
+        compile_ahead(
+            args.arch,
+            dtypes=tuple(args.dtype),
+            head_dims=tuple(args.head_dim),
+            head_dims_v=tuple(args.head_dim_v) if args.head_dim_v else None,
+            causal=(False, True),
+            backward=not args.no_backward,
+            progress=report,
+            jobs=args.jobs or config.processors(),
+        )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UsageError(str(error)) from None
+    print(f"{count} kernels in {config.cache_dir()}, {time.perf_counter() - start:.1f} s")
+
+
 def _parser():
     parser = argparse.ArgumentParser(prog="python -m cuflash", description=__doc__, epilog=_EPILOG)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -67,12 +147,9 @@ def _parser():
         # bench has its own options, --help among them: they pass through unread.
         command = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
         command.set_defaults(runs=runs)
-        add(command)
+        if add is not None:
+            add(command)
     return parser
-
-
-def _add_nothing(command):
-    del command
 
 
 def _add_run(run):
@@ -117,7 +194,7 @@ def _add_demo(demo):
     _add_device(demo)
 
 
-def _add_compile(build):
+def _add_build(build):
     text = "sm_75, sm_80, sm_90a, ... (that of the GPU at hand)"
     build.add_argument("--arch", metavar="sm_XY", help=text)
     pair = ["float16", "bfloat16"]
@@ -137,12 +214,8 @@ def _add_jobs(parser):
 
 
 def _add_device(parser):
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="(a GPU when there is one)",
-    )
+    kinds, text = ("auto", "cpu", "cuda"), "(a GPU when there is one)"
+    parser.add_argument("--device", choices=kinds, default="auto", help=text)
 
 
 def _at_least(least):
@@ -159,14 +232,14 @@ def _side(text):
     return None if text.lower() == "none" else int(text)
 
 
-# name: (module and function that run it, what it is, the function that adds its options)
+# name: (module and function that run it, what it is, the function that adds options or None)
 _COMMANDS = {
-    "info": ((".cli_info", "info"), "versions, devices, the kernel cache", _add_nothing),
+    "info": ((".__main__", "info"), "versions, devices, the kernel cache", None),
     "run": ((".cli_run", "run"), "attention from .npy files to a .npy file", _add_run),
     "check": ((".cli_check", "run"), "random calls against the float64 reference", _add_check),
     "demo": ((".cli_demo", "run"), "predict each byte of a text by attention", _add_demo),
-    "bench": ((".__main__", "bench"), "speed beside other libraries (source tree)", _add_nothing),
-    "compile": ((".cli_info", "compile"), "build kernels ahead; needs CuPy, but no GPU", _add_compile),
+    "bench": ((".__main__", "bench"), "speed beside other libraries (source tree)", None),
+    "compile": ((".__main__", "build"), "build kernels ahead; needs CuPy, but no GPU", _add_build),
 }
 
 

@@ -11,9 +11,8 @@ from .plan import CPP_TYPES, ITEM_BYTES, Plan
 from .prebuild import Record, build_all
 from .problem import Band, Problem
 
-# Lengths that every tile divides, and that none does, with many keys and with few, for which
-# families/sm90.py has tiles of their own: without a band it is compiled in whether a sequence ends
-# inside a block.
+# Lengths that every tile divides, and that none does, with many keys and with few (families/sm90.py
+# has tiles for these): without a band it is compiled in whether a sequence ends inside a block.
 LENGTHS = (16 * 720_720, 16 * 720_720 + 1, 768, 1000, 384)
 
 
@@ -31,8 +30,7 @@ def _parse(arch: str | None) -> tuple[str, Device]:
             f"arch: {arch!r} is not the name of an architecture, such as 'sm_80' or 'sm_90a'"
         )
     device = device_of(int(match.group(1)))
-    # What the device itself would ask for: another name would fill the cache with files that no
-    # call looks for.
+    # As the device itself would ask for: no call looks for files of another name.
     return jit.architecture(*divmod(device.capability, 10)), device
 
 
@@ -54,9 +52,7 @@ def contiguous_accesses(problem: Problem, backward: bool) -> list[Access]:
 
 
 def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
-    """Every kernel that contiguous arrays of a problem use, forward and backward, the latter in
-    both orders and for all three gradients.
-    """
+    """Every kernel of a problem's contiguous arrays; backward in both orders, for all gradients."""
     plans = []
     for access in contiguous_accesses(problem, False):
         family, _ = choose(problem, device, access, "forward")
@@ -81,10 +77,8 @@ def plans_of(problem: Problem, device: Device, backward: bool) -> list[Plan]:
 def _check(dtypes, head_dims, head_dims_v, causal) -> None:
     """The arguments of :func:`cuflash.compile`, already sequences."""
     if len(head_dims_v) != len(head_dims):
-        raise ValueError(
-            f"head_dims_v: {len(head_dims_v)} values for {len(head_dims)} head_dims; one for each "
-            "is needed"
-        )
+        counts = f"{len(head_dims_v)} values for {len(head_dims)} head_dims"
+        raise ValueError(f"head_dims_v: {counts}; one for each is needed")
     for dtype in dtypes:
         if dtype not in CPP_TYPES:
             raise ValueError(f"dtypes: {dtype!r} is not one of {', '.join(CPP_TYPES)}")
@@ -110,8 +104,8 @@ def compile_ahead(
 ) -> list[Record]:
     """See :func:`cuflash.compile`, which has the defaults.
 
-    ``jobs`` is the number of processes that build. More than 1 is for programs whose main module
-    may be imported again (``if __name__ == "__main__"``), as that of the command line.
+    More than one of ``jobs``, the processes that build, is for programs whose main module may be
+    imported again, as that of the command line.
     """
     dtypes, head_dims = _sequence("dtypes", dtypes), _sequence("head_dims", head_dims)
     values = head_dims if head_dims_v is None else _sequence("head_dims_v", head_dims_v)

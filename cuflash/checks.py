@@ -9,13 +9,7 @@ MAX_HEAD_DIM = 256
 
 
 def check_operand(name: str, shape, dtype: str, want_shape, want_dtype: str, like: str) -> None:
-    """An array that belongs to a result (out, dout, lse, dlse) has exactly that result's shape and
-    dtype.
-
-    Raises
-    ------
-    ValueError, TypeError
-    """
+    """An array that belongs to a result, as dout does to out, has its shape and dtype."""
     if shape != want_shape:
         raise ValueError(
             f"{name}: its shape is {tuple(shape)}, but it must be {want_shape}, the shape of {like}"
@@ -34,15 +28,7 @@ def check_flag(name: str, value) -> bool:
 
 
 def check_need(need, names=("q", "k", "v")) -> tuple[bool, ...]:
-    """Which gradients are wanted, in the order of `names`.
-
-    Raises
-    ------
-    TypeError
-        When `need` is not a tuple, list or set of strings.
-    ValueError
-        When it holds another name.
-    """
+    """Which gradients are wanted, in the order of `names`."""
     if type(need) is tuple and need == ("q", "k", "v"):  # the default, on the way of every call
         return (True,) * 3 + (False,) * (len(names) - 3)
     rule = f"it must be a tuple of names out of {names}"
@@ -57,13 +43,7 @@ def check_need(need, names=("q", "k", "v")) -> tuple[bool, ...]:
 
 
 def check_partials(out_shapes, out_dtypes, lse_shapes, lse_dtypes) -> None:
-    """The operands of merge: equal shapes, one dtype, and each lse has its out's shape without the
-    last axis.
-
-    Raises
-    ------
-    ValueError, TypeError
-    """
+    """The operands of merge: equal shapes, one dtype; lse has out's shape without the last axis."""
     if len(out_shapes) != len(lse_shapes) or not out_shapes:
         raise ValueError(
             f"outs has {len(out_shapes)} and lses {len(lse_shapes)} arrays: they must be equally "
@@ -84,14 +64,8 @@ def check_partials(out_shapes, out_dtypes, lse_shapes, lse_dtypes) -> None:
     for n, (out_shape, out_dtype) in enumerate(zip(out_shapes, out_dtypes)):
         check_operand(f"outs[{n}]", out_shape, out_dtype, shape, dtype, "outs[0]")
     for n, (lse_shape, dtype_n) in enumerate(zip(lse_shapes, lse_dtypes)):
-        check_operand(
-            f"lses[{n}]",
-            lse_shape,
-            dtype_n,
-            shape[:-1],
-            lse_dtype,
-            f"the lse that belongs to outs[{n}]",
-        )
+        like = f"the lse that belongs to outs[{n}]"
+        check_operand(f"lses[{n}]", lse_shape, dtype_n, shape[:-1], lse_dtype, like)
 
 
 def show(value) -> str:

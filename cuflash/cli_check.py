@@ -13,8 +13,7 @@ from cuflash import config, jit, reference
 
 from .cli_common import Device, Failure, Progress
 
-# Few pairs of head dims, small and large, equal and not, powers of two and not: on a GPU each pair
-# is kernels to build.
+# Few pairs: on a GPU each is kernels to build.
 _HEAD_DIMS = ((64, 64), (128, 128), (64, 64), (128, 128), (3, 5), (40, 24), (96, 160), (256, 256))
 _MEMORY = ("plain", "transposed", "every other", "reversed", "shared")
 _CAUSAL = (False, False, True, "bottom_right", "top_left")
@@ -23,7 +22,7 @@ _SCORES = ("softcap", "bias", "alibi_slopes", "mask", "kv_lens")
 
 @dataclass(frozen=True)
 class Case:
-    """One random call; the fields are what a report needs to repeat it."""
+    """One random call."""
 
     dtype: str
     batch: int
@@ -97,9 +96,8 @@ class Case:
         return {name: made[name] for name in self.scores}
 
     def arrays(self, rng):
-        """(base, view) for q, k, v and dout: ``view(base)``, in the case's layout, is the argument.
-
-        Copying an array to a GPU makes it contiguous, so the base is copied and viewed there.
+        """(base, view) for q, k, v and dout: ``view(base)``, in the case's layout, is the argument,
+        also on a GPU, where a copy would be contiguous.
         """
         shapes = (
             (self.heads, self.seqlen_q, self.head_dim),
@@ -138,12 +136,10 @@ def dtype_of(name):
 
 
 def plain(case, scores, q, k, v, dout):
-    """The textbook way, with the score matrix, in the case's own precision; ``scores``: what
-    `Case.scored` gave.
+    """The textbook way, with the score matrix, in the case's own precision; scores are
+    `Case.scored`'s. P and dS are rounded to the inputs' dtype, as frameworks do.
 
-    16-bit inputs are multiplied in float32 and the two matrices that enter a product, P and dS, are
-    rounded to the inputs' dtype, as frameworks do. Returns [out, lse, dq, dk, dv] in (B, H, L, D)
-    order and the largest |score|.
+    Returns [out, lse, dq, dk, dv] in (B, H, L, D) order and the largest |score|.
     """
     work = np.float64 if case.dtype == "float64" else np.float32
     narrow = dtype_of(case.dtype)
@@ -172,14 +168,9 @@ def plain(case, scores, q, k, v, dout):
     def over_group(x):
         return x.reshape(case.batch, case.kv_heads, group, *x.shape[-2:]).sum(axis=2)
 
-    results = (
-        out,
-        lse,
-        scale * (ds @ k),
-        over_group(scale * (ds.mT @ q)),
-        over_group(rounded(p).mT @ dout),
-    )
-    return [x if index == 1 else rounded(x) for index, x in enumerate(results)], largest
+    dk, dv = over_group(scale * (ds.mT @ q)), over_group(rounded(p).mT @ dout)
+    out, dq, dk, dv = map(rounded, (out, scale * (ds @ k), dk, dv))
+    return [out, lse, dq, dk, dv], largest
 
 
 def distances(case):
@@ -224,7 +215,7 @@ def visible(case, scores):
 
 
 def check_case(case, rng, device):
-    """The list of faults found (strings), empty when the case passes."""
+    """The list of faults found."""
     pairs, scores = case.arrays(rng), case.scored(rng)
     *inputs, dout = (view(device.put(base)) for base, view in pairs)
     options = case.options | on_device(device, scores)
@@ -251,9 +242,7 @@ def check_case(case, rng, device):
 
 def on_device(device, scores):
     """The options with their arrays where the others are."""
-    return {
-        name: device.put(x) if isinstance(x, np.ndarray) else x for name, x in scores.items()
-    }
+    return {n: device.put(x) if isinstance(x, np.ndarray) else x for n, x in scores.items()}
 
 
 def term_sizes(case, q, k, v, dout):
@@ -270,8 +259,8 @@ def compare(name, value, exact, beside, size, score):
     """None, or the fault when a result is off by more than twice the textbook's error.
 
     The roundings are of the result (relative to it and to the ``size`` of its terms), and of the
-    scores in the dtype they are computed in: the softmax turns a score's absolute error into a
-    relative one, and where few keys count, the textbook may be luckier with it than twice.
+    scores in their dtype: the softmax turns a score's absolute error into a relative one, and where
+    few keys count, the textbook may be luckier with it than twice.
     """
     if value.shape != exact.shape:
         return f"{name} has shape {value.shape}, expected {exact.shape}"
@@ -293,7 +282,7 @@ def compare(name, value, exact, beside, size, score):
 
 
 def run(args):
-    """The command. ``args``: cases, seed, only, device, jobs."""
+    """The command."""
     device = Device.pick(args.device)
     dtypes = ["float32", "float64", "float16"]
     try:
@@ -307,7 +296,7 @@ def run(args):
     if device.kind == "cuda":
         _build_kernels(numbers, args.seed, dtypes, device, args.jobs or config.processors())
     start = time.perf_counter()
-    # The reference's products are small: threads of the BLAS would mostly wait for each other.
+    # The reference's products are small: BLAS's threads would mostly wait for each other.
     with threadpool_limits(1):
         failed = _run_cases(numbers, args.seed, dtypes, device)
     spent = time.perf_counter() - start
@@ -317,7 +306,7 @@ def run(args):
 
 
 def _build_kernels(numbers, seed, dtypes, device, jobs):
-    """Build the kernels of these cases that the cache lacks, ``jobs`` at once."""
+    """Build the kernels that the cache lacks."""
     from . import prebuild
 
     plans = {}
@@ -327,7 +316,7 @@ def _build_kernels(numbers, seed, dtypes, device, jobs):
             q, k, v, dout = (view(device.put(base)) for base, view in case.arrays(rng))
             options = case.options | on_device(device, case.scored(rng))
             plans.update(dict.fromkeys(prebuild.plans_of_call(dout, q, k, v, options)))
-        except Exception:  # the case itself is going to fail by the same error, and to report it
+        except Exception:  # by which the case itself is going to fail
             continue
     arch = jit.architecture(*divmod(device.capability, 10))
     missing = [plan for plan in plans if not jit.is_built(plan, arch)]
@@ -347,7 +336,7 @@ def _drawn(number, seed, dtypes):
 
 
 def _run_cases(numbers, seed, dtypes, device):
-    """Check the cases of these numbers, print the faults. Returns how many cases failed."""
+    """Print the cases' faults. Returns how many cases failed."""
     progress, failed = Progress("check", len(numbers)), 0
     for number in numbers:
         case, rng = _drawn(number, seed, dtypes)

@@ -1,6 +1,4 @@
-"""What the commands share: picking a device, moving arrays to it, progress, sizes, and the two
-kinds of failure.
-"""
+"""What the commands share: devices, progress, sizes, and the two kinds of failure."""
 
 from __future__ import annotations
 
@@ -9,9 +7,7 @@ import time
 
 import numpy as np
 
-# cudaErrorInsufficientDriver: also the answer where there is no driver at all.
-_INSUFFICIENT_DRIVER = 35
-
+_INSUFFICIENT_DRIVER = 35  # also CUDA's answer where there is no driver at all
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -53,7 +49,7 @@ class Device:
 
     @classmethod
     def pick(cls, wanted):
-        """``wanted``: "auto" (a GPU when there is one), "cpu" or "cuda" (an error without one)."""
+        """``wanted`` is "auto" (a GPU when there is one), "cpu" or "cuda"."""
         if wanted == "cpu":
             return cls("cpu", reason="asked for with --device cpu")
         cupy, reason = load_cupy()
@@ -81,7 +77,7 @@ class Device:
         array = np.asarray(array)
         if self.kind == "cpu":
             return array
-        # As integers of the same size: bfloat16 is not NumPy's own, and bits are all that travels.
+        # As integers of the same size, since bfloat16 is not NumPy's own.
         bits = array.view(_UNSIGNED[array.dtype.itemsize])
         return self.cupy.asarray(bits).view(array.dtype)
 
@@ -100,8 +96,8 @@ class Device:
         """Device memory still free, CuPy's pool included; None on the CPU."""
         if self.kind == "cpu":
             return None
-        pool = self.cupy.get_default_memory_pool()
-        return self.cupy.cuda.runtime.memGetInfo()[0] + pool.free_bytes()
+        pooled = self.cupy.get_default_memory_pool().free_bytes()
+        return self.cupy.cuda.runtime.memGetInfo()[0] + pooled
 
 
 def gpu_name(cupy, number):
@@ -123,21 +119,16 @@ class Progress:
         self.done += 1
         share, now = self.done / self.total, time.perf_counter()
         last = self.done >= self.total
-        if self.terminal:
-            if last or now - self.shown > 0.1:
-                end = "\n" if last else ""
-                text = f"\r{self._text(share, now, note)}\033[K"
-                print(text, end=end, file=sys.stderr, flush=True)
-                self.shown = now
-        elif last or (share >= self.next_share and now - self.shown > 1.0):
-            print(self._text(share, now, note), file=sys.stderr, flush=True)
-            self.shown, self.next_share = now, share + 0.05
-
-    def _text(self, share, now, note):
+        wait, next_share = (0.1, 0.0) if self.terminal else (1.0, self.next_share)
+        if not last and (share < next_share or now - self.shown <= wait):
+            return
         spent = now - self.start
-        left = spent * (1 / share - 1) if share else 0.0
-        tail = f", {left:.0f} s left" if self.done < self.total else ""
-        return f"{self.label}: {share:4.0%}, {spent:.1f} s{tail}{'  ' + note if note else ''}"
+        tail = "" if last else f", {spent * (1 / share - 1):.0f} s left"
+        text = f"{self.label}: {share:4.0%}, {spent:.1f} s{tail}{'  ' + note if note else ''}"
+        if self.terminal:
+            text = f"\r{text}\033[K"
+        print(text, end="" if self.terminal and not last else "\n", file=sys.stderr, flush=True)
+        self.shown, self.next_share = now, share + 0.05
 
 
 def human(count):

@@ -1,17 +1,14 @@
 """``python -m cuflash demo``: predict each byte of a text from all bytes before it, by one
 attention call and no training.
 
-Attention is a kernel smoother: the weight of example j for question i is exp(score), and the answer
-is the weighted mean of the examples' values. Here example j says "after this context came byte
-x[j]" and question i asks for the byte after its own context, so one causal call that sees only
-earlier positions (``causal_offset=-1``) answers all questions of the text at once: out[i] is a
-distribution over the bytes, estimated from everything before i.
+Example j says "after this context came byte x[j]" and question i asks for the byte after its own
+context, so a causal call that sees only earlier positions (``causal_offset=-1``) answers all
+questions at once: out[i] is a distribution over the bytes, estimated from everything before i.
 
-The context enters as a code of +-1 entries: 32 for the last byte, 32 for the last two, for the last
-three and for the last five. The codes of equal contexts are equal and their dot product is 32;
-those of different contexts behave like coin tosses and nearly cancel. So each context length that
-agrees adds about 4 to the score (``scale`` is 4 / 32), and a longer agreement outweighs many
-shorter ones, as in the variable-order models of data compression.
+The context enters as a code of +-1 entries: 32 each for the last one, two, three and five bytes.
+The codes of equal contexts have the dot product 32; those of different contexts nearly cancel. So
+each context length that agrees adds about 4 to the score (``scale`` is 4 / 32), and a longer
+agreement outweighs many shorter ones, as in the variable-order models of data compression.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ _SHOWN = 72  # characters of text printed with their predictions
 
 
 def own_source():
-    """The text used when no file is given: the package's own Python and CUDA sources in a row."""
+    """The package's own Python and CUDA sources in a row."""
     python = sorted(Path(__file__).parent.rglob("*.py"))
     cuda = sorted(file for file in folder().rglob("*") if file.suffix in (".cu", ".cuh"))
     return b"\n".join(file.read_bytes() for file in python + cuda)
@@ -60,8 +57,8 @@ def read_text(path, length):
 def context_codes(text):
     """(n, 128) array of +-1, int8: row i codes the bytes before position i, not byte i itself.
 
-    A context's code is 32 bits of a hash of it, so no table of contexts is kept. The hash takes in
-    one more byte a round and mixes by the finaliser of SplitMix64 (Steele, Lea and Flood 2014).
+    A context's code is 32 bits of a hash, which takes in one more byte a round and mixes by the
+    finaliser of SplitMix64 (Steele, Lea and Flood 2014).
     """
     state = np.zeros(len(text), np.uint64)
     codes = []
@@ -93,7 +90,7 @@ def smooth(codes, values, device):
         device.synchronize()
 
     if device.kind == "cuda":
-        call()  # builds or loads the kernels, so that the next call is timed without that
+        call()  # builds or loads the kernels
         pool = device.cupy.get_default_memory_pool()
         pool.free_all_blocks()
         held, start = pool.total_bytes(), time.perf_counter()
@@ -119,12 +116,11 @@ def slice_error(codes, values, out):
 
 
 def run(args):
-    """The command. ``args``: file, length, device."""
+    """The command."""
     device = Device.pick(args.device)
     text = read_text(args.file, args.length or _DEFAULT_LENGTH[device.kind])
     alphabet, symbol = np.unique(text, return_inverse=True)
-    # A GPU's tensor cores take 16 bits: the codes are exact in them, and the scores are summed in
-    # float32 anyway.
+    # The codes are exact in a GPU's 16 bits, and the scores are summed in float32.
     dtype = np.dtype("float32" if device.kind == "cpu" else "float16")
     codes = context_codes(text).astype(dtype)
     # A column for each byte that occurs, and unused ones up to a multiple of 8: 16-byte reads.
@@ -159,14 +155,14 @@ def run(args):
 
 
 def _show(text, guess):
-    """One stretch of the text above its predictions: a dot for a right one, else the wrong byte."""
-    first = max(0, len(text) * 3 // 4)
-    last = min(len(text), first + _SHOWN)
+    """One stretch of the text above its predictions."""
+    first = len(text) * 3 // 4
+    shown = slice(first, first + _SHOWN)
 
     def printable(codes):
         return "".join(chr(c) if 32 <= c < 127 else "~" for c in codes)
 
-    above, below = printable(text[first:last]), printable(guess[first:last])
+    above, below = printable(text[shown]), printable(guess[shown])
     wrong = "".join("." if t == g else g for t, g in zip(above, below))
     print(f"  text      |{above}|\n  guesses   |{wrong}|")
     print("             . is a right guess, ~ a byte that does not print")

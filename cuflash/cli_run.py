@@ -1,8 +1,8 @@
 """``python -m cuflash run``: attention from .npy files to a .npy file, block by block.
 
 Inputs and results are memory-mapped, so they may be larger than memory. A block is some heads of
-one batch index, or a range of query rows of one head; its result goes straight to the file. On a
-GPU a block's keys may be too many for its memory: then they pass in parts, merged at the end.
+one batch index, or a range of query rows of one head. Keys too many for a GPU's memory pass in
+parts, merged at the end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def open_array(name, path):
         raise UsageError(f"{name}: {path} cannot be read as a .npy file: {error}") from None
     if not isinstance(array, np.ndarray):
         array.close()
-        raise UsageError(
-            f"{name}: {path} is an archive of several arrays; save the one needed as a .npy file"
-        )
+        raise UsageError(f"{name}: {path} is an archive of several arrays; save one as .npy")
     array = np.asarray(array)  # the same mapped memory without the memmap subclass
     if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.names is None:
         array = array.view(_bfloat16())
@@ -60,7 +58,7 @@ def _bfloat16():
 
 @dataclass(frozen=True)
 class Job:
-    """The files' arrays as (*batch, H, L, D) views of one batch, and the library's view of them."""
+    """The files' arrays as (*batch, H, L, D) views of one batch, and their call."""
 
     q: np.ndarray
     k: np.ndarray
@@ -69,7 +67,7 @@ class Job:
 
     @classmethod
     def of(cls, q, k, v, options):
-        """Check the whole call, as cuflash.attention would, before any of it runs."""
+        """Check the whole call, as cuflash.attention would."""
         dtypes = (q.dtype.name, k.dtype.name, v.dtype.name)
         try:
             call = call_of(dtypes, q.shape, k.shape, v.shape, **options)
@@ -123,7 +121,7 @@ def plan_blocks(job, device, chunk=None):
     rows, keys, group = problem.seqlen_q, problem.seqlen_k, problem.group
     free = device.free_bytes()
     budget = _CPU_BLOCK_BYTES if free is None else max(free // 4, 1 << 20)
-    # On the CPU keys are read where they lie, in the mapped file; a GPU has to hold a block's keys.
+    # A GPU has to hold a block's keys; the CPU reads them in the mapped file.
     key_limit = keys if device.kind == "cpu" else budget // 2 // row_bytes
     head_bytes = group * rows * row_bytes + (0 if device.kind == "cpu" else keys * row_bytes)
     head_work = group * rows * keys * (problem.head_dim + problem.head_dim_v)
@@ -163,7 +161,7 @@ def run_block(job, block, device, key_limit, out, lse):
 
 
 def run(args):
-    """The command. ``args``: q k v output lse device chunk and the options of _OPTIONS."""
+    """The command."""
     paths = {"q": args.q, "k": args.k, "v": args.v}
     q, k, v = (open_array(name, path) for name, path in paths.items())
     job = Job.of(q, k, v, {name: getattr(args, name) for name in _OPTIONS})
@@ -181,7 +179,7 @@ def run(args):
             os.replace(path + ".part", path)
     finally:
         for path in targets:
-            # A failed run may still map the file: Windows keeps it, and the error matters more.
+            # After a failure Windows keeps a file that is still mapped.
             with contextlib.suppress(OSError):
                 os.remove(path + ".part")
     print("wrote " + ", ".join(f"{path} ({human(os.path.getsize(path))})" for path in targets))
@@ -189,9 +187,7 @@ def run(args):
 
 def _fill(job, blocks, key_limit, device, targets):
     """Write every block into ``<target>.part``; on return these are closed, ready to be renamed."""
-    out_file, *rest = [
-        _create(path + ".part", shape, dtype) for path, (shape, dtype) in targets.items()
-    ]
+    out_file, *rest = [_create(path + ".part", *like) for path, like in targets.items()]
     out = _as_heads(out_file, job.call.layout)
     lse = _as_heads(rest[0][..., None], job.call.layout)[..., 0] if rest else None
     progress = Progress("run", len(blocks))
@@ -220,15 +216,11 @@ def _check_targets(args, targets):
     needed = 0
     for path, (shape, dtype) in targets.items():
         if os.path.realpath(path) in inputs:
-            raise UsageError(
-                f"{path} is both an input and a result; the result needs a file of its own"
-            )
+            raise UsageError(f"{path} is an input; the result needs a file of its own")
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise UsageError(f"{path}: its folder does not exist")
         needed += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     free = shutil.disk_usage(os.path.dirname(args.output) or ".").free
     if needed > free:
-        raise Failure(
-            f"the result takes {human(needed)}, but only {human(free)} are free "
-            f"beside {args.output}"
-        )
+        beside = f"beside {args.output}"
+        raise Failure(f"the result takes {human(needed)}, but only {human(free)} are free {beside}")

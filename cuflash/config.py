@@ -3,10 +3,10 @@
 ================== ==============================================================================
 CUFLASH_CACHE_DIR  folder of the compiled kernels; default: the user's cache folder
 CUFLASH_NUM_THREADS threads of the NumPy path; default: the processors this process may use
-CUFLASH_DUMP_DIR   folder that receives the text of a kernel that failed to compile; default: the cache
+CUFLASH_DUMP_DIR   folder for the text of a kernel that failed to compile; default: the cache
 ================== ==============================================================================
 
-Each function reads its variable anew, so a change (in a test, say) takes effect at the next call.
+Each function reads its variable anew: a change takes effect at the next call.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Folder of the compiled kernels; not created here.
-
-    Returns
-    -------
-    pathlib.Path
-        ``CUFLASH_CACHE_DIR``, or ``cuflash`` in the platform's cache folder: ``%LOCALAPPDATA%`` on
-        Windows, ``~/Library/Caches`` on macOS, ``$XDG_CACHE_HOME`` or ``~/.cache`` elsewhere.
-    """
+    """``CUFLASH_CACHE_DIR``, or ``cuflash`` in the platform's cache folder; not created here."""
     chosen = os.environ.get("CUFLASH_CACHE_DIR")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -41,18 +34,7 @@ def cache_dir() -> Path:
 
 
 def num_threads() -> int:
-    """Threads of the NumPy path.
-
-    Returns
-    -------
-    int
-        ``CUFLASH_NUM_THREADS``, or the number of processors this process may run on.
-
-    Raises
-    ------
-    ValueError
-        When the variable is not a whole number of at least 1.
-    """
+    """``CUFLASH_NUM_THREADS``, or as many as there are processors."""
     text = os.environ.get("CUFLASH_NUM_THREADS", "").strip()
     if text:
         try:
@@ -75,12 +57,6 @@ def processors() -> int:
 
 
 def dump_dir() -> Path | None:
-    """Folder that receives the text of a kernel that failed to compile.
-
-    Returns
-    -------
-    pathlib.Path or None
-        ``CUFLASH_DUMP_DIR``; None when it is not set.
-    """
+    """``CUFLASH_DUMP_DIR``; None when it is not set."""
     chosen = os.environ.get("CUFLASH_DUMP_DIR")
     return Path(chosen).expanduser().absolute() if chosen else None

@@ -15,14 +15,9 @@ Backward computes the tiles' scores again and holds nothing of size L x S either
     dv = p.T @ dout;  dp = dout @ v.T;  ds = p * (dp - delta), delta = sum_d(dout * out) - dlse
     dq = scale * ds @ k;  dk = scale * ds.T @ q
 
-The products are BLAS's, the rest is in-place ufuncs on one tile. float16 and bfloat16 are computed
-in float32, and in float64 what single roundings would decide (`cpu_rows.row_parts`); subnormal
-results keep what the processor keeps of them, which NumPy and BLAS leave at IEEE's gradual
-underflow. Every sum has one order, fixed by the shapes, so both directions repeat
-bit by bit for any number of threads.
-
-`cpu_tiles` has what the loops stand on, `cpu_rows` the query blocks and their softmax,
-`cpu_backward` the second direction.
+float16 and bfloat16 are computed in float32, and in float64 what single roundings would decide
+(`cpu_rows.row_parts`). Every sum has one order, fixed by the shapes, so both directions repeat bit
+by bit for any number of threads.
 """
 
 from __future__ import annotations
@@ -31,28 +26,18 @@ import numpy as np
 
 from . import cpu_scores
 from .cpu_backward import backward as plain_backward
-from .cpu_block_map import block_kinds
 from .cpu_rows import Queries, attend, row_parts, row_tasks, work_size
+from .cpu_scores import block_kinds
 from .cpu_tiles import heads_per_tile, run
 
 __all__ = ["backward", "block_kinds", "forward", "merge"]
 
 
 def forward(problem, q, k, v, out, lse, extras=None):
-    """Write attention's out, and lse unless it is None.
+    """Write attention's out (*batch, Hq, L, Dv), and lse (*batch, Hq, L) unless it is None.
 
-    Parameters
-    ----------
-    problem : Problem
-    q, k, v : ndarray
-        (*batch, Hq, L, D), (*batch, Hkv, S, D), (*batch, Hkv, S, Dv) of problem.dtype, any
-        strides.
-    out : ndarray
-        (*batch, Hq, L, Dv), written fully.
-    lse : ndarray or None
-        (*batch, Hq, L), float32 (float64 for float64).
-    extras : Extras, optional
-        Operands of the problem's program, sinks, dropout and block map.
+    q, k and v are (*batch, Hq, L, D), (*batch, Hkv, S, D) and (*batch, Hkv, S, Dv), with any
+    strides; extras has the operands of the problem's options.
     """
     if extras is not None:
         cpu_scores.forward(problem, q, k, v, out, lse, extras)
@@ -60,7 +45,7 @@ def forward(problem, q, k, v, out, lse, extras=None):
     for part in row_parts(problem):
         rows = (..., part.rows, slice(None))
         k_part, v_part = (x[..., part.keys, :] for x in (k, v))
-        lse_part = lse if lse is None else lse[..., part.rows]
+        lse_part = None if lse is None else lse[..., part.rows]
         _forward(part.problem, part.dtype, q[rows], k_part, v_part, out[rows], lse_part)
 
 
@@ -70,8 +55,8 @@ def backward(
 ):  # fmt: skip
     """As `cpu_backward.backward`, with the options' operands and their gradients.
 
-    dargs has for each of the program's arguments None or an array shaped as the argument's own
-    view, dsinks is None or of the sinks' own view; both are written fully.
+    dargs has for each of the program's arguments None or an array of the shape of its view; dsinks
+    is None or has that of the sinks' view.
     """
     if extras is None:
         plain_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic)
@@ -101,20 +86,10 @@ def _forward(problem, dtype, q, k, v, out, lse):
 
 
 def merge(outs, lses, out, lse):
-    """Write out and lse of the union of the key sets that outs and lses came from.
+    """Write out and lse of the union of the key sets that outs (..., Dv) and lses (...) came from.
 
-    Parameters
-    ----------
-    outs : list of ndarray
-        Equal shapes (..., Dv).
-    lses : list of ndarray
-        Their lse, shape (...). A part with lse -inf saw nothing and adds nothing.
-    out, lse : ndarray
-        Written fully.
-
-    Notes
-    -----
-    ``lse = log(sum_n exp(lse_n))`` and ``out = sum_n exp(lse_n - lse) * out_n``.
+    ``lse = log(sum_n exp(lse_n))`` and ``out = sum_n exp(lse_n - lse) * out_n``; a part with lse
+    -inf saw nothing and adds nothing.
     """
     dtype = np.promote_types(lse.dtype, np.float32)
     with np.errstate(all="ignore"):

@@ -21,20 +21,10 @@ _LSE_TRUSTED = 16.0
 
 
 def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
-    """Write the gradients that are asked for.
+    """Write those of dq, dk and dv that are not None, shaped as q, k and v.
 
-    Parameters
-    ----------
-    problem : Problem
-    dout, q, k, v, out, lse : ndarray
-        As in `forward`, out and lse its results; dout has out's shape.
-    dlse : ndarray or None
-        lse's shape; None is zero.
-    dq, dk, dv : ndarray or None
-        (*batch, Hq, L, D), (*batch, Hkv, S, D), (*batch, Hkv, S, Dv), written fully; None: not
-        needed.
-    deterministic : bool
-        Without effect: this path repeats bit by bit at no cost.
+    out and lse are `cpu.forward`'s; dlse None is zero. deterministic has no effect: this path
+    repeats bit by bit at no cost.
     """
     if dq is None and dk is None and dv is None:
         return
@@ -43,22 +33,21 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
     for part in (*narrow, main):
         at = (..., part.rows, slice(None))
         kv = [x[..., part.keys, :] for x in (k, v)]
-        numbers = [x if x is None else x[..., part.rows] for x in (lse, dlse)]
+        numbers = [None if x is None else x[..., part.rows] for x in (lse, dlse)]
         rows = _Rows(part, dout[at], q[at], *kv, out[at], *numbers)
-        dq_part = dq if dq is None else dq[at]
+        dq_part = None if dq is None else dq[at]
         if part is main:
             _backward(rows, *kv, dq_part, dk, dv, early)
         else:
-            sums = [x if x is None else np.empty(y.shape, part.dtype) for x, y in zip((dk, dv), kv)]
+            given = zip((dk, dv), kv)
+            sums = [None if x is None else np.empty(y.shape, part.dtype) for x, y in given]
             _backward(rows, *kv, dq_part, *sums, [])
             early.append((part.keys, *sums))
 
 
 def _backward(rows, k, v, dq, dk, dv, early):
-    """The gradients of one part's rows.
-
-    early has (slice of keys, dk, dv) of the parts before: they are added before dk and dv are
-    rounded.
+    """The gradients of one part's rows; early has (slice of keys, dk, dv) of the parts before,
+    which are added before dk and dv are rounded.
     """
     problem, dtype = rows.problem, rows.dtype
     run(row_tasks(problem), rows.measure, dtype, work_size(problem) // 64)
@@ -72,12 +61,13 @@ def _backward(rows, k, v, dq, dk, dv, early):
         slab, first, last = task
         try:
             chunk = _Chunk(problem, slab, first, last, k, v, scratch)
-            chunk.want(dk is not None, dv is not None)
+            chunk.dk = None if dk is None else scratch.zeros("dk", *chunk.k.shape)
+            chunk.dv = None if dv is None else scratch.zeros("dv", *chunk.v_ones[..., 1:].shape)
             for head in range(problem.group):
                 index = slab.with_heads(slab.head_index * problem.group + head)
                 for begin, end in row_blocks(problem.seqlen_q, problem.band):
                     keys = chunk.keys_seen(begin, end)
-                    if keys is None:
+                    if keys[0] >= keys[1]:
                         continue
                     block = rows.block(index, begin, end, scratch)
                     part = chunk.add(block, keys, dq is not None)
@@ -91,21 +81,15 @@ def _backward(rows, k, v, dq, dk, dv, early):
             turns.cancel()
             raise
 
-    run(_chunk_tasks(problem), work, dtype, work_size(problem) * 2)
+    tasks = (
+        (slab, first, min(first + _CHUNK, problem.seqlen_k))
+        for slab in slabs(problem, problem.num_kv_heads)
+        for first in range(0, problem.seqlen_k, _CHUNK)
+    )
+    run(tasks, work, dtype, work_size(problem) * 2)
     if dq_sum is not dq:
         with np.errstate(all="ignore"):
             dq[...] = dq_sum
-
-
-def _eps(dtype):
-    return 2.0**-7 if dtype == "bfloat16" else float(np.finfo(dtype).eps)
-
-
-def _chunk_tasks(problem):
-    """(slab of kv heads, first key, last key)."""
-    for slab in slabs(problem, problem.num_kv_heads):
-        for first in range(0, problem.seqlen_k, _CHUNK):
-            yield slab, first, min(first + _CHUNK, problem.seqlen_k)
 
 
 class _Rows:
@@ -139,10 +123,9 @@ class _Rows:
         """shift and norm of a block, each (n, M, 1), and its out.
 
         That is lse and 1 while lse is small. A large lse has lost the digits that normalise the
-        row (near 1e5 a float32 is rounded to 1/128, so p would be off by 0.4 %), but so large an
-        lse comes from scores that are as large: the row's maximum and sum are then computed again.
-        They may be of fewer keys than lse, in the backward of one part of a merged result; the
-        difference, where it is more than lse's rounding, goes into norm.
+        row (near 1e5 a float32 is rounded to 1/128, so p would be off by 0.4 %): the row's maximum
+        and sum are then computed again. They may be of fewer keys than lse, in the backward of one
+        part of a merged result; the difference, if more than lse's rounding, goes into norm.
         """
         problem = self.problem
         given = self.lse[slab.index + (slice(begin, end),)]
@@ -170,13 +153,13 @@ class _Rows:
         return np.where(large, top, shift), np.where(large, total, norm), out
 
     def _restored(self, given, again):
-        """out from given, a rounded one, and again, computed anew in float64.
-
-        That of a part's own keys does not replace the out of a merged result: a row of again counts
-        only where it is given's up to a few of its roundings.
+        """The rows of again, computed anew in float64, where they are given's up to a few of its
+        roundings: that of a part's own keys does not replace the out of a merged result.
         """
         size = np.abs(given).max(axis=-1, keepdims=True)
-        near = np.abs(again - given) <= 4 * _eps(self.problem.dtype) * size
+        dtype = self.problem.dtype
+        eps = 2.0**-7 if dtype == "bfloat16" else float(np.finfo(dtype).eps)
+        near = np.abs(again - given) <= 4 * eps * size
         return np.where(near.all(axis=-1, keepdims=True), again, given)
 
     def block(self, index, begin, end, scratch):
@@ -200,20 +183,10 @@ class _Chunk:
         self.v_ones[..., :-1] = v
         self.v_ones[..., -1] = 1
 
-    def want(self, dk, dv):
-        """Start the sums that are needed."""
-        self.dk = self.scratch.take("dk", *self.k.shape) if dk else None
-        n, keys, width = self.v_ones.shape
-        self.dv = self.scratch.take("dv", n, keys, width - 1) if dv else None
-        for grad in (self.dk, self.dv):
-            if grad is not None:
-                grad[...] = 0
-
     def keys_seen(self, begin, end):
-        """The chunk's keys [first, last) that query rows [begin, end) see, or None."""
+        """The chunk's keys [first, last) that query rows [begin, end) see."""
         first, last = key_range(self.problem.band, begin, end, self.problem.seqlen_k)
-        first, last = max(first, self.first), min(last, self.last)
-        return (first, last) if first < last else None
+        return max(first, self.first), min(last, self.last)
 
     def order(self, begin, end):
         """This chunk's place among those that query rows [begin, end) see."""
@@ -222,10 +195,7 @@ class _Chunk:
 
     def add(self, block, keys, need_dq):
         """Add a block of queries to dk and dv; return the block's dq, or None."""
-        dq = None
-        if need_dq:
-            dq = self.scratch.take("dq", *block.q.shape)
-            dq[...] = 0
+        dq = self.scratch.zeros("dq", *block.q.shape) if need_dq else None
         for first, last in key_tiles(*keys):
             here = slice(first - self.first, last - self.first)
             self._add_tile(block, here, block.hidden(first, last), dq)
@@ -283,8 +253,8 @@ class _Chunk:
 class _Turns:
     """Lets chunks add to one block's dq in the chunks' order, whichever is ready first.
 
-    Tasks start in that order and each visits its blocks in the same order, so the earliest
-    unfinished task never waits, and every wait ends.
+    Tasks start in that order and visit blocks in the same order: the earliest unfinished one never
+    waits, so every wait ends.
     """
 
     def __init__(self):
@@ -302,7 +272,7 @@ class _Turns:
             self.changed.notify_all()
 
     def cancel(self):
-        """Let everybody who waits go on to the end: another task has failed."""
+        """Another task has failed: end every wait."""
         with self.changed:
             self.cancelled = True
             self.changed.notify_all()

@@ -7,27 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .cpu_tiles import (
-    Slab,
-    hidden_pairs,
-    key_range,
-    key_tiles,
-    row_blocks,
-    slab_size,
-    split_scale,
-    weighted_sum,
-)
+from .cpu_tiles import Slab, hidden_pairs, key_range, key_tiles, row_blocks
+from .cpu_tiles import slab_size, split_scale, weighted_sum
 from .problem import Band, Problem
 
 # Scores up to this are exponentiated as they are: exp(16) is 9e6, far from float32's limits.
 _FLAT = 16.0
-# Below one of these, float32 sums are so short, or so few, that the largest error of a result is
-# one rounding's luck and may be many times that of the score matrix. Most of all ds = p * (dp -
-# delta) of a row with few visible keys: it cancels, and the rounding of the given out is in delta.
+# Below one of these, float32 sums are so short, or so few, that a result's largest error is one
+# rounding's luck, maybe many times that of the score matrix. Most of all ds = p * (dp - delta) of a
+# row with few visible keys: it cancels, and the rounding of the given out is in delta.
 _FEW_KEYS, _FEW_DIMS = 128, 32
-# In float32 also because two products of the same numbers round the scores differently: of scores
-# with deviation 4 to 16, 64 to 200 rows had up to 5 % of the heads over twice the score matrix's
-# error.
+# In float32 also because two products round the same scores differently: of scores with deviation
+# 4 to 16, 64 to 200 rows had up to 5 % of the heads over twice the score matrix's error.
 _FEW_ROWS = {"float16": 64, "bfloat16": 64, "float32": 256}
 # From here on backward in float64 may take the float32 out and lse as they are: their one rounding
 # is then small beside the many of the score matrix's sums. With fewer dims up to 18 % of the heads
@@ -88,10 +79,9 @@ class Queries:
 class RunningSoftmax:
     """A block's rows: the value taken out of their scores, and the sum of the exponentials.
 
-    Both are (n, M, 1). Any value may be taken out as long as nothing overflows and a row's largest
-    weight does not vanish. The maximum always does. Where each row's maximum is within _FLAT of 0
-    in the first tile, 0 does too, as long as no score exceeds _FLAT: the rows are *flat*, and a
-    tile needs no pass for its rows' maxima and none to subtract them.
+    Both are (n, M, 1). The value is the maximum, or 0 where each row's maximum is within _FLAT of 0
+    in the first tile, as long as no score exceeds _FLAT: the rows are *flat*, and a tile needs no
+    pass for its rows' maxima and none to subtract them.
     """
 
     def __init__(self, count, rows, scratch, may_be_flat):
@@ -141,8 +131,7 @@ def attend(block, k, v, slab, may_be_flat):
     count, rows = block.q.shape[:2]
     kv_index = slab.with_heads(slab.head_index // problem.group)
     softmax = RunningSoftmax(count, rows, scratch, may_be_flat)
-    acc = scratch.take("acc", count, rows, problem.head_dim_v)
-    acc[...] = 0
+    acc = scratch.zeros("acc", count, rows, problem.head_dim_v)
     for s, hidden, first, last in block.scores(k, kv_index):
         softmax.update(s, acc)
         values = scratch.load("v", v, kv_index, first, last)
@@ -152,8 +141,8 @@ def attend(block, k, v, slab, may_be_flat):
 
 @dataclass(frozen=True)
 class Part:
-    """Query rows of a problem and the keys they may see, a problem of their own, and its dtype;
-    whether backward computes out and lse again in that dtype.
+    """Query rows of a problem and the keys they may see, as a problem of their own, computed in
+    dtype; restores: backward computes out and lse again.
     """
 
     problem: Problem
@@ -167,8 +156,8 @@ def row_parts(problem, backward=False):
     """The parts of a problem's rows, each with the dtype it is computed in; the last has all keys.
 
     float32 calls compute in float64 the rows that see few keys and all rows of a problem that is
-    small in one direction. The 16-bit dtypes, whose results are rounded more than any float32 sum,
-    need that in backward only, where out comes rounded to 16 bits, and for any head_dim.
+    small in one direction; the 16-bit dtypes do in backward only, where out comes rounded to 16
+    bits, and for any head_dim.
     """
     single, double = np.dtype(np.float32), np.dtype(np.float64)
     rows, keys = problem.seqlen_q, problem.seqlen_k

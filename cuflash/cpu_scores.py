@@ -1,8 +1,8 @@
 """The NumPy path of calls whose options act on scores or weights: programs, sinks, dropout.
 
-Head by head and tile by tile as in `cpu`, in float64: the formulas are the contract's, with
-x = value(scale * q @ k.T, b, h, i, j), -inf where hidden, and the sink as a key without a value.
-In backward, m is what dropout keeps, divided by its probability:
+Head by head and tile by tile as in `cpu`, in float64, with x = value(scale * q @ k.T, b, h, i, j),
+-inf where hidden, and the sink as a key without a value. In backward, m is what dropout keeps over
+its probability:
 
     p  = exp(x - lse);  dv = (m * p).T @ dout;  dp = m * (dout @ v.T);  dx = p * (dp - delta)
     ds = dx * d value / d s;  dsink = -p_sink * delta;  an array's entry: the sum of dx * slope
@@ -10,28 +10,34 @@ In backward, m is what dropout keeps, divided by its probability:
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from .blockmap import EMPTY, FULL
+from .blockmap import EMPTY, FULL, PARTIAL
 from .cpu_rows import work_size
 from .cpu_tiles import BLOCK_N, hidden_pairs, key_range, key_tiles, run, weighted_sum
-from .extras import NONE
 from .philox import kept
 from .score import evaluate
 
 _ROWS = 256
 # A block map's own blocks are the tiles where they are neither too small for NumPy nor too large.
 _MAP_SIZES = range(64, 513)
+_PAIRS = 1 << 21  # of a tile of block_kinds
 
 
-class _Head:
+class _Masks:
+    """One query head, as far as a Tile's visible pairs go."""
+
+    def __init__(self, problem, extras, place, h):
+        self.problem, self.extras, self.h, self.place = problem, extras, h, (*place, h)
+        batch = int(np.ravel_multi_index(place, problem.batch)) if place else 0
+        self.b = extras.first_batch + batch
+
+
+class _Head(_Masks):
     """One query head: its arrays, and the tiles of its scores."""
 
     def __init__(self, problem, extras, place, h, q, k, v):
-        self.problem, self.extras, self.h, self.place = problem, extras, h, (*place, h)
-        self.b = extras.first_batch + flat_place(place, problem.batch)
+        super().__init__(problem, extras, place, h)
         kv = (*place, h // problem.group)
         self.q, self.k, self.v = (x[at] for x, at in ((q, self.place), (k, kv), (v, kv)))
         self.sink = -np.inf if extras.sinks is None else float(extras.sinks[self.place])
@@ -55,11 +61,9 @@ class _Head:
         block_map = self.extras.block_map
         if block_map is None:
             return None
-        rows, keys = (
-            slice(a // size, -(-b // size))
-            for a, b, size in zip((begin, first), (end, last), block_map.block)
-        )
-        return block_map.kinds[self.place][rows, keys]
+        size_q, size_k = block_map.block
+        rows = slice(begin // size_q, -(-end // size_q))
+        return block_map.kinds[self.place][rows, first // size_k : -(-last // size_k)]
 
     def softmax(self, begin, end, weigh=None):
         """Maximum and sum of the rows [begin, end); weigh(tile, weights, fade) sees each tile."""
@@ -91,9 +95,7 @@ class Tile:
         }
         self.shape = (end - begin, last - first)
         self.hidden = hidden_pairs(head.problem.band, begin, end, first, last)
-        seen = None
-        if blocks is None or not (blocks == FULL).all():
-            seen = self.visible()
+        seen = self.visible() if blocks is None or not (blocks == FULL).all() else None
         if blocks is not None and not blocks.all():
             allowed = self.allowed(blocks)
             seen = allowed if seen is None else seen & allowed
@@ -147,7 +149,8 @@ class Tile:
         s = evaluate(called.value, self.env)
         return s if called.score_mod is None else called.score_mod(s, *self.place(), *called.args)
 
-    def slope(self, node):
+    def full(self, node):
+        """A node's numbers for all pairs."""
         return np.broadcast_to(evaluate(node, self.env), self.shape)
 
     def kept(self):
@@ -158,15 +161,9 @@ class Tile:
         return kept(seed, self.head.b, self.head.h, *at, extras.keep) / extras.keep
 
 
-def flat_place(place, batch):
-    return int(np.ravel_multi_index(place, batch)) if batch else 0
-
-
 def _blocks(problem):
-    rows = _tile_size(problem, 0, _ROWS)
-    return [
-        (begin, min(begin + rows, problem.seqlen_q)) for begin in range(0, problem.seqlen_q, rows)
-    ]
+    rows, end = _tile_size(problem, 0, _ROWS), problem.seqlen_q
+    return [(begin, min(begin + rows, end)) for begin in range(0, end, rows)]
 
 
 def _tile_size(problem, axis, usual):
@@ -183,7 +180,6 @@ def _sum(weights, rows, hidden):
 
 def forward(problem, q, k, v, out, lse, extras):
     """As `cpu.forward`, with the operands of the problem's options."""
-    extras = extras or NONE
 
     def work(task, _):
         place, h, begin, end = task
@@ -209,7 +205,6 @@ def forward(problem, q, k, v, out, lse, extras):
 
 def backward(problem, dout, q, k, v, out, dlse, grads, extras, dargs, dsinks):
     """As `cpu.backward`; grads is (dq, dk, dv), dargs and dsinks are written where given."""
-    extras = extras or NONE
     sums = [x for x in (*(dargs or ()), dsinks) if x is not None]
     for x in sums:
         x[...] = 0
@@ -217,8 +212,7 @@ def backward(problem, dout, q, k, v, out, dlse, grads, extras, dargs, dsinks):
     def work(task, _):
         place, kv_head = task
         keys = (*place, kv_head)
-        dk = np.zeros(k[keys].shape)
-        dv = np.zeros(v[keys].shape)
+        dk, dv = np.zeros(k[keys].shape), np.zeros(v[keys].shape)
         for h in range(kv_head * problem.group, (kv_head + 1) * problem.group):
             head = _Head(problem, extras, place, h, q, k, v)
             for begin, end in _blocks(problem):
@@ -276,7 +270,7 @@ class _Rows:
             dx = dx if hidden is None else np.where(hidden, 0, dx)
             self.add_arguments(tile, dx, hidden, dargs)
             if problem.program is not None:
-                dx = dx * tile.slope(problem.program.derivative)
+                dx = dx * tile.full(problem.program.derivative)
                 dx = dx if hidden is None else np.where(hidden, 0, dx)
             dx = dx * problem.scale
             dq += _sum(dx, head.k[keys].astype(np.float64), hidden)
@@ -293,13 +287,10 @@ class _Rows:
             target = dargs[number]
             if target is None:
                 continue
-            term = dx * tile.slope(slope)
+            term = dx * tile.full(slope)
             term = term if hidden is None else np.where(hidden, 0, term)
             if node.op == "fetch":
-                index = tuple(
-                    np.broadcast_to(evaluate(x, tile.env), tile.shape) for x in node.operands
-                )
-                np.add.at(target, index, term)
+                np.add.at(target, tuple(tile.full(x) for x in node.operands), term)
                 continue
             place = tuple(0 if n == 1 else x for n, x in zip(target.shape, self.head.place))
             for axis in (0, 1):
@@ -311,9 +302,38 @@ class _Rows:
 
     def add_sink(self, dsinks, shift):
         sink = self.head.sink
-        if math.isinf(sink) and sink < 0:
+        if sink == -np.inf:
             return
         # A row without a key has out 0 for any dout: only lse depends on its sink.
         delta = np.where(self.seen, self.delta, 0) - self.dlse
         place = tuple(0 if n == 1 else x for n, x in zip(dsinks.shape, self.head.place))
         dsinks[place] -= (np.exp(sink - shift) / self.total * delta).sum()
+
+
+def block_kinds(problem, extras, block, kinds):
+    """Write the kinds of a call's blocks, each of block = (queries, keys) pairs.
+
+    kinds, of uint8 (*batch or 1, Hq or 1, query blocks, key blocks), holds zeros.
+    """
+    size_q, size_k = block
+    wide = max(size_k, _PAIRS // size_q // size_k * size_k)
+
+    def work(task, _):
+        *place, h, m = task
+        masks = _Masks(problem, extras, tuple(place), h)
+        begin, end = m * size_q, min((m + 1) * size_q, problem.seqlen_q)
+        first, last = key_range(problem.band, begin, end, problem.seqlen_k)
+        for start in range(first // size_k * size_k, last, wide):
+            stop = min(start + wide, problem.seqlen_k)
+            tile = Tile(masks, begin, end, start, stop)
+            columns = np.arange(start, stop, size_k)
+            rows, keys = end - begin, np.minimum(columns + size_k, stop) - columns
+            if tile.hidden is None:
+                found = np.full(len(columns), FULL)
+            else:
+                seen = np.add.reduceat((~tile.hidden).sum(axis=0), columns - start)
+                found = np.where(seen == 0, EMPTY, np.where(seen == rows * keys, FULL, PARTIAL))
+            at = columns[0] // size_k
+            kinds[(*place, h, m, slice(at, at + len(columns)))] = found
+
+    run(np.ndindex(kinds.shape[:-1]), work, np.float64, work_size(problem))

@@ -1,8 +1,8 @@
 """What the NumPy path's loops stand on: slabs of heads, tiles, operands for BLAS, threads.
 
-A *slab* is a few heads worked on together: one when heads are large, many when they are small, so
-that a NumPy call always has enough to do. Every array of a tile has the slab as its first axis:
-scores are (n, M, N). What a slab holds never changes a head's result: all sums run inside one head.
+A *slab* is the heads worked on together: one when heads are large, many when they are small, so
+that a NumPy call has enough to do. It is the first axis of every array of a tile: scores are
+(n, M, N). It never changes a head's result: all sums run inside one head.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ class Slab:
     """Heads [start, stop) of an array (*batch, heads, rows, D), counted over batch and heads."""
 
     def __init__(self, batch, heads, start, stop):
-        if stop - start == 1:
-            place = np.unravel_index(start, batch + (heads,))
-        else:
-            place = np.unravel_index(np.arange(start, stop), batch + (heads,))
+        numbers = start if stop - start == 1 else np.arange(start, stop)
+        place = np.unravel_index(numbers, batch + (heads,))
         self.start = start
         self.batch_index, self.head_index = tuple(place[:-1]), place[-1]
         self.count = stop - start
@@ -97,10 +95,8 @@ def hidden_pairs(band, row_begin, row_end, key_begin, key_end):
 
 
 def split_scale(scale):
-    """scale as (power, factor): q takes the power of two without rounding, the scores the rest.
-
-    The usual 1/sqrt(D) of D = 16, 64 or 256 leaves 1, and so nothing to do. Any other scale,
-    multiplied into q, would round it and add half as much error again to the scores.
+    """scale as (power, factor): q takes the power of two without rounding, the scores the rest,
+    which in q would add half as much error again to the scores.
     """
     mantissa, exponent = math.frexp(scale)
     if abs(mantissa) == 0.5:
@@ -123,11 +119,15 @@ class Scratch:
             block = self.blocks[name] = np.empty(size, self.dtype)
         return block[:size].reshape(shape)
 
+    def zeros(self, name, *shape):
+        block = self.take(name, *shape)
+        block[...] = 0
+        return block
+
     def load(self, name, array, index, begin, end, scale=None):
         """Rows [begin, end) of a slab as (n, rows, D) in the computing dtype, times scale.
 
-        The caller's memory itself where BLAS can read it, else a copy: np.matmul is slow on
-        strides that BLAS does not take.
+        The caller's memory itself where BLAS can read it, else a copy: np.matmul would be slow.
         """
         part = array[index + (slice(begin, end),)]
         part = part if part.ndim == 3 else part[None]
@@ -171,10 +171,8 @@ def weighted_sum(weights, rows, hidden, out):
 
 
 def run(tasks, work, dtype, work_size):
-    """Call ``work(task, scratch)`` for every task, in order of start, over the pool's threads.
-
-    The calling thread takes part. The first exception is raised once the others have ended their
-    task.
+    """Call ``work(task, scratch)`` for every task, started in order, on several threads, this one
+    among them. The first exception is raised once the others have ended their task.
     """
     tasks = iter(tasks)
     lock = threading.Lock()
@@ -211,11 +209,10 @@ def run(tasks, work, dtype, work_size):
 
 
 class _SingleThreadedBlas:
-    """Keeps BLAS at one thread while any call is inside: the pool above is the only parallelism.
+    """Keeps BLAS at one thread while any call is inside: `run` is the only parallelism.
 
-    Most libraries have one limit for the process, so concurrent calls share it: the first in sets
-    it, the last out restores it. Where each thread has its own (OpenBLAS built on OpenMP), each
-    call keeps its own.
+    Most libraries have one limit for the process: the first call in sets it, the last out restores
+    it. Where each thread has its own (OpenBLAS built on OpenMP), each call keeps its own.
     """
 
     def __init__(self):
@@ -244,7 +241,7 @@ class _SingleThreadedBlas:
 def _blas():
     """The process's BLAS libraries, with a limit for all threads and with one for each thread.
 
-    Looking for them takes milliseconds, so it is done once; NumPy has loaded its own by then.
+    Found once, as it takes milliseconds; NumPy has loaded its own by then.
     """
     found = ThreadpoolController().select(user_api="blas").lib_controllers
     own = [x for x in found if x.internal_api == "openblas" and x.threading_layer == "openmp"]
@@ -252,8 +249,8 @@ def _blas():
 
 
 def _set(library, count):
-    # threadpoolctl 3.8 ignores every Python thread but the first that ever set a shared limit. The
-    # counting above serves the same end, so its guard is passed by.
+    # threadpoolctl 3.8 ignores every Python thread but the first that ever set a shared limit; the
+    # counting above makes its guard needless.
     getattr(library, "_real_set_num_threads", library.set_num_threads)(count)
 
 

@@ -1,8 +1,7 @@
 """Kernels built several at a time, by processes of their own, and those of a call listed.
 
-NVRTC compiles one kernel on one core in a second or more, and holds Python's lock meanwhile: many
-kernels are worth a process each. Workers are spawned, never forked (CUDA does not survive a fork,
-and Windows has none); they need no GPU and leave nothing but the files of the cache.
+NVRTC compiles a kernel on one core in a second or more, holding Python's lock. Workers are spawned,
+as CUDA does not survive a fork; they need no GPU and leave nothing but the files of the cache.
 """
 
 from __future__ import annotations
@@ -69,28 +68,12 @@ def build(plan: Plan, arch: str) -> Record:
 
 
 def build_all(plans, arch: str, jobs: int, worker=build) -> Iterator[Record | Exception]:
-    """Build plans, up to ``jobs`` at once.
+    """Build plans in up to ``jobs`` processes, in this one if that is 1.
 
-    Parameters
-    ----------
-    plans : iterable of Plan
-    arch : str
-        As :func:`cuflash.jit.architecture` names it.
-    jobs : int
-        Processes; with 1 all is done in this one.
-    worker : callable, optional
-        In place of :func:`build`; importable by name.
-
-    Yields
-    ------
-    Record or Exception
-        One for each different plan as it is done: the cached ones first, then in any order. The
-        exception is what :func:`cuflash.jit.build` raised.
-
-    Notes
-    -----
-    A worker that is killed (by a machine short of memory, say) takes its pool with it: what is
-    missing then goes to a new pool of half the size, in the end to this process.
+    Yields the Record of each different plan, or the exception that `jit.build` raised, as it is
+    done: the cached ones first, then in any order. A worker that is killed (by a machine short of
+    memory, say) takes its pool with it: what is missing then goes to a new pool of half the size,
+    in the end to this process.
     """
     plans = list(dict.fromkeys(plans))
     missing = [plan for plan in plans if not jit.is_built(plan, arch)]
@@ -131,12 +114,12 @@ def _pooled(plans, arch: str, jobs: int, worker):
 
 
 def _ignore_interrupt() -> None:
-    # Ctrl-C reaches the whole group: this process answers it, workers end their kernel.
+    # Ctrl-C reaches workers, too: they end their kernel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Listing:
-    """A home of arrays whose backend lists kernels where the home's own would launch them."""
+    """A home of arrays whose backend lists kernels instead of launching them."""
 
     def __init__(self, home):
         self._home, self.plans = home, []
@@ -159,21 +142,9 @@ class _Listing:
 def plans_of_call(
     dout, q, k, v, options: dict, need=edge.GRADIENTS, deterministic=True
 ) -> list[Plan]:
-    """The kernels of :func:`cuflash.attention` and of its gradients.
+    """The kernels of `cuflash.attention` and of its gradients; the arrays' contents do not matter.
 
-    Parameters
-    ----------
-    dout, q, k, v : array
-        On a GPU, as for :func:`cuflash.attention_backward`; their contents do not matter.
-    options : dict
-        The keywords of :func:`cuflash.attention`, except `out` and `return_lse`.
-    need, deterministic : tuple of str, bool
-        As for :func:`cuflash.attention_backward`.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As :func:`cuflash.attention`.
+    options are the keywords of `cuflash.attention`, except `out` and `return_lse`.
     """
     shaping, scores = edge.split_options("plans_of_call", options)
     operands = {"dout": dout, "q": q, "k": k, "v": v}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import edge, varlen_device
+from . import edge
 from .arrays import dtype_name, home_of
 from .checks import check_flag, check_operand, is_int, show
 from .options import arrays_of
@@ -18,9 +18,10 @@ _PER_ROW = ("bias", "mask", "q_lens", "kv_lens", "q_segment_ids", "kv_segment_id
 class _Packed(NamedTuple):
     """A call's sequences."""
 
-    home: object
-    arrays: tuple  # q, k, v as NumPy arrays
-    spans: list  # (slice of queries, slice of keys) of each sequence
+    home: Any
+    arrays: tuple  # q, k, v: NumPy's, or on a GPU the caller's
+    spans: list | None  # (slice of queries, slice of keys) of each sequence; None on a GPU
+    packing: Any  # launch_packed.Packing on a GPU, where offsets are never read by the host
     shaping: tuple
     scores: dict
 
@@ -107,9 +108,8 @@ def attention_varlen_vjp(q, k, v, cu_seqlens_q, cu_seqlens_k=None, /, **options)
     def pullback(dout, dlse=None, *, deterministic=True, need=edge.GRADIENTS):
         deterministic = check_flag("deterministic", deterministic)
         wanted = edge.check_wanted(need, packed.scores)
-        if isinstance(packed, varlen_device.Packed):
-            operands = (out, lse, dout, dlse)
-            return varlen_device.backward(packed, *operands, wanted, deterministic)
+        if packed.spans is None:
+            return _device_backward(packed, out, lse, dout, dlse, wanted, deterministic)
         return _backward(packed, out, lse, dout, dlse, wanted)
 
     return ((out, lse) if return_lse else out), pullback
@@ -141,10 +141,11 @@ def _attend(function, q, k, v, cu_q, cu_k, options, given, return_lse):
             )
         if home.xp is np:
             spans = [[slice(*pair) for pair in zip(x[:-1], x[1:])] for x in found]
-            packed = _Packed(home, operands, list(zip(*spans)), shaping, scores)
+            packed = _Packed(home, operands, list(zip(*spans)), None, shaping, scores)
             return packed, *_forward(packed, given)
-        packed = varlen_device.pack(home, (q, k, v), operands, found, shaping, scores)
-        result = varlen_device.forward(home, packed, given, return_lse)
+        packing = _packing(home, operands, found, shaping, scores)
+        packed = _Packed(home, (q, k, v), None, packing, shaping, scores)
+        result = edge.forward(home, q, k, v, given, return_lse, shaping, scores, 0, packing)
         return packed, *(result if return_lse else (result, None))
 
 
@@ -219,8 +220,7 @@ def _backward(packed, out, lse, dout, dlse, wanted):
         check_operand(name, x.shape, dtype_name(x.dtype), like.shape, dtype_name(like.dtype), "it")
         whole[name] = x
     main = [np.zeros_like(x) if want else None for x, want in zip(packed.arrays, wanted)]
-    sums = _Sums()
-    nothing = slice(0, 0)
+    shared, nothing = {}, slice(0, 0)
     for n, (rows, keys) in enumerate(packed.spans or [(nothing, nothing)]):
         parts = {name: x[rows] for name, x in whole.items()}
         parts |= {name: x[at] for name, x, at in zip("qkv", packed.arrays, (rows, keys, keys))}
@@ -230,21 +230,11 @@ def _backward(packed, out, lse, dout, dlse, wanted):
         for total, grad, at in zip(main, grads, (rows, keys, keys)):
             if total is not None:
                 total[at] = grad
-        sums.add(grads)
-    return edge.AttentionGrads(*main, **sums.found)
-
-
-class _Sums:
-    """Gradients of what all sequences share."""
-
-    def __init__(self):
-        self.found = {}
-
-    def add(self, grads):
-        for name in ("dalibi_slopes", "dsinks", "dscore_args"):
+        for name in ("dalibi_slopes", "dsinks", "dscore_args"):  # which all sequences share
             grad = getattr(grads, name)
             if grad is not None:
-                self.found[name] = _plus(self.found.get(name), grad)
+                shared[name] = _plus(shared.get(name), grad)
+    return edge.AttentionGrads(*main, **shared)
 
 
 def _plus(total, grad):
@@ -252,3 +242,29 @@ def _plus(total, grad):
         total = total or (None,) * len(grad)
         return tuple(None if g is None else _plus(t, g) for t, g in zip(total, grad))
     return grad if total is None else total + grad
+
+
+def _packing(home, arrays, offsets, shaping, scores):
+    """How sequences on a GPU share one launch of all rows; arrays are CuPy's."""
+    from . import launch_packed
+
+    names = dict(zip(edge.SHAPING, shaping))
+    left, right = (None if x == -1 else x for x in names["window"] or (None, None))
+    if names["causal"]:
+        right = 0 if right is None else min(right, 0)
+    shift = names["causal_offset"]
+    if names["causal"] == "top_left":
+        shift = 0
+    rows = len(arrays[0]), len(arrays[1])
+    return launch_packed.pack(home.device, *offsets, rows, (left, right), shift, bool(scores))
+
+
+def _device_backward(packed, out, lse, dout, dlse, wanted, deterministic):
+    operands = {"dout": dout, **dict(zip("qkv", packed.arrays)), "out": out, "lse": lse}
+    if dlse is not None:
+        operands["dlse"] = dlse
+    home = home_of(list(operands.items()) + arrays_of(packed.scores))
+    with home.scope():
+        return edge.backward(
+            home, operands, wanted, deterministic, packed.shaping, packed.scores, 0, packed.packing
+        )
