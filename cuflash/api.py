@@ -1,4 +1,4 @@
-"""The public functions: attention and its gradients. `tools` has those around them.
+"""Attention and its gradients.
 
 Letters in shapes: B leading batch axes (any number, also written ``...``), L queries, S keys, Hq
 query heads, Hkv key/value heads, D head dim of q and k, Dv head dim of v and out. The indices b, h,
@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from .arrays import home_of
 from .checks import check_flag
-from .edge import (
-    GRADIENTS,
-    AttentionGrads,
-    backward,
-    check_wanted,
-    forward,
-    split_options,
-)
+from .edge import GRADIENTS, AttentionGrads, backward, check_wanted, forward, split_options
 from .options import DEFAULTS, arrays_of, used
 
 

@@ -1,11 +1,8 @@
-"""Arrays at the edge: which library and device a call's arrays live on, and how results go back
-there.
+"""Where a call's arrays live: a `Home` stands for one library on one device.
 
-A `Home` stands for one library on one device. It turns the caller's arrays into NumPy or CuPy
-arrays without copying (`adopt`), makes room for results (`new`, `finish`) and names the backend.
 All arrays of a call share one home: there are no hidden transfers. NumPy and CuPy are here;
-`foreign` has PyTorch, JAX and everything else that speaks DLPack, and is loaded when such an array
-first arrives. CuPy is never imported before a GPU array is there.
+`foreign` has all else that speaks DLPack, and is loaded when such an array first arrives. CuPy is
+never imported before a GPU array is there.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ _DTYPE_NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64
 
 
 def dtype_name(dtype) -> str:
-    """The name of a native float that attention takes, or NumPy's own text ('int64', '>f4')."""
+    """The name of a native float, or NumPy's own text ('int64', '>f4')."""
     name = _DTYPE_NAMES.get(dtype)
     if name is None:
-        # ml_dtypes registers bfloat16 with NumPy; asking for its name needs no import of it here.
+        # ml_dtypes registers bfloat16 with NumPy; its name needs no import here.
         if dtype.name != "bfloat16" or not dtype.isnative:
             return str(dtype)
         name = _DTYPE_NAMES[dtype] = "bfloat16"
@@ -36,29 +33,16 @@ def dtype_name(dtype) -> str:
 
 
 class Home:
-    """NumPy arrays, and the interface of every home.
+    """NumPy arrays, and the interface of every home."""
 
-    Attributes
-    ----------
-    kind : str
-        The library's name, as messages print it.
-    device : int
-        CUDA device number, or CPU.
-    xp : module
-        numpy or cupy: what `adopt` gives.
-    foreign : bool
-        Whether arrays have to pass through `adopt` at all.
-    inline : bool
-        Whether `scope` may be skipped; only CuPy's home changes it from call to call.
-    """
-
-    kind = "NumPy"
+    kind = "NumPy"  # as messages print it
     device = CPU
-    foreign = False
-    xp = np
+    foreign = False  # whether arrays have to pass through `adopt` at all
+    xp = np  # numpy or cupy: what `adopt` gives
 
     @property
     def inline(self) -> bool:
+        """Whether `scope` may be skipped; only CuPy's home changes it from call to call."""
         return True
 
     @cached_property
@@ -73,12 +57,10 @@ class Home:
         return _NO_SCOPE
 
     def adopt(self, name: str, x, writable: bool = False):
-        """`x` as an array of `xp`, sharing its memory; BufferError when it cannot be."""
+        """`x` as an array of `xp`, sharing its memory, or BufferError."""
         if writable and not x.flags.writeable:
             raise ValueError(f"{name}: the array is read-only, but results are written into it")
-        return (
-            x if type(x) is np.ndarray else np.asarray(x)
-        )  # a memory map, say, is plain memory from here on
+        return x if type(x) is np.ndarray else np.asarray(x)  # a memory map, say
 
     def new(self, shape, dtype):
         """An uninitialised C-contiguous array, and the handle that `finish` takes later."""
@@ -109,8 +91,7 @@ class _CupyHome(Home):
         return launch
 
     def scope(self):
-        # Entering a device brings that device's current stream with it, so only the device is
-        # named.
+        # With a device comes its current stream.
         return self.xp.cuda.Device(self.device)
 
     def adopt(self, name, x, writable=False):
@@ -120,7 +101,7 @@ class _CupyHome(Home):
         try:
             array = self.xp.ndarray(shape, dtype)
         except MemoryError as error:
-            # CuPy's own class is kept, since programs catch it to free its pools.
+            # CuPy's own class: programs catch it to free its pools.
             error.args = (
                 f"no memory on CUDA device {self.device} for a result of shape {shape} and dtype "
                 f"{dtype}: {error}",
@@ -133,24 +114,7 @@ NUMPY = Home()
 
 
 def home_of(items) -> Home:
-    """The one home of all arrays of a call.
-
-    Parameters
-    ----------
-    items : sequence of (name, array)
-        At least one.
-
-    Raises
-    ------
-    TypeError
-        Something that is no array, or arrays of several libraries.
-    ValueError
-        Arrays on several devices.
-    BufferError
-        An array that DLPack cannot hand over.
-    ImportError, RuntimeError
-        A GPU array without CuPy, NVRTC, a driver or a GPU new enough.
-    """
+    """The one home of all arrays of a call, from at least one (name, array)."""
     first = items[0][1]
     kind = type(first)
     if kind is np.ndarray:
@@ -166,7 +130,7 @@ def home_of(items) -> Home:
 
 
 def _sort_out(items) -> Home:
-    """home_of beyond its two common cases: complaints about kinds and devices are raised here."""
+    """home_of beyond its two common cases, and its complaints."""
     first_name, first = items[0]
     kind, device = _kind_and_device(first_name, first)
     for name, x in items[1:]:
@@ -201,7 +165,7 @@ def _kind_and_device(name: str, x) -> tuple[str, int]:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, getattr(cupy, "ndarray", ())):
         return "CuPy", x.data.device_id
-    # Asked of the instance: values that JAX traces have the method, their class has not.
+    # The instance is asked: the class of values that JAX traces lacks the method.
     if hasattr(x, "__dlpack__") and not isinstance(x, (type, np.generic)):
         from . import foreign
 
@@ -230,20 +194,7 @@ def cupy_home(device: int) -> Home:
 
 
 def require_cupy():
-    """CuPy, with a driver and NVRTC behind it.
-
-    Returns
-    -------
-    module
-        cupy.
-
-    Raises
-    ------
-    ImportError
-        CuPy is not installed, or cannot be loaded.
-    RuntimeError
-        It finds no driver, no GPU or no NVRTC.
-    """
+    """CuPy, with NVRTC, a driver and a GPU; ImportError or RuntimeError."""
     cupy = import_cupy()
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -260,15 +211,7 @@ def require_cupy():
 
 
 def import_cupy():
-    """CuPy with NVRTC, which is all that compiling needs: neither a driver nor a GPU is asked for.
-
-    Raises
-    ------
-    ImportError
-        CuPy is not installed, or cannot be loaded.
-    RuntimeError
-        NVRTC cannot be loaded.
-    """
+    """CuPy with NVRTC, all that compiling needs; ImportError or RuntimeError."""
     try:
         import cupy
     except ImportError as error:
@@ -298,21 +241,7 @@ def check_device(cupy, device: int) -> None:
 
 
 def check_output(name: str, x, inputs) -> None:
-    """An array to be written must not share memory with an input, nor with itself.
-
-    Parameters
-    ----------
-    name : str
-        The argument's name.
-    x : numpy.ndarray or cupy.ndarray
-        The array that will be written.
-    inputs : sequence of (str, array)
-        What will be read meanwhile.
-
-    Raises
-    ------
-    ValueError
-    """
+    """x, to be written, must not share memory with itself or with (name, array) of inputs."""
     if x.size == 0:
         return
     low, high, separate = _reach(x.shape, x.strides, x.itemsize)
@@ -326,7 +255,7 @@ def check_output(name: str, x, inputs) -> None:
     else:
         start, memory = x.data.ptr, x.data.mem
         if type(memory) is sys.modules["cupy"].cuda.memory.PooledMemory:
-            # No two pieces that CuPy's pool has handed out overlap: nothing more need be asked.
+            # Pieces that CuPy's pool has handed out do not overlap.
             inputs = [
                 item for item in inputs
                 if item[1].data.mem is memory or type(item[1].data.mem) is not type(memory)
@@ -342,12 +271,11 @@ def check_output(name: str, x, inputs) -> None:
 
 @lru_cache(maxsize=4096)
 def _reach(shape, strides, itemsize: int) -> tuple[int, int, bool]:
-    """The first byte of an array and one past its last, from where it begins (strides may be
-    negative), and whether every element has bytes of its own.
+    """The first byte of an array and one past its last, from where it begins, and whether every
+    element has bytes of its own.
 
-    That is so when, sorted by stride, each axis steps over all that the smaller ones span. Views
-    made by slicing, transposing and taking diagonals do; only as_strided can build a separate
-    layout that does not, and it counts as shared.
+    That is so when, sorted by stride, each axis steps over all that the smaller ones span: only
+    as_strided can build a separate layout that does not, and it counts as shared.
     """
     axes = [(stride, size) for stride, size in zip(strides, shape) if size > 1]
     separate, span = True, itemsize
@@ -383,8 +311,7 @@ def _share(x, y) -> bool:
     if not isinstance(x, np.ndarray):
         x, y = np.asarray(_Addresses(x)), np.asarray(_Addresses(y))
     try:
-        # The exact answer can take exponential time, hence the limit; an unclear case counts as
-        # shared.
+        # The exact answer can take exponential time; an unclear case counts as shared.
         return np.shares_memory(x, y, max_work=100_000)
     except np.exceptions.TooHardError:
         return True

@@ -1,13 +1,12 @@
 """From a block map to what kernels walk along: for each block of theirs, the blocks it visits.
 
-Everything is written for NumPy and CuPy alike and never looks at a value, so nothing waits for the
-GPU. One row of lists, of int32, is
+For NumPy and CuPy alike; no value is looked at, so nothing waits. A row of lists, of int32, is
 
     how many blocks | how many of them, at the end, are looked at pair by pair | the blocks |
     backward only: how many other blocks of keys add to that block of queries before this one
 
-Blocks of 128 x 128 make 4 * L * S / 128**2 bytes of forward's lists (8 backward) for each entry of
-the map's own leading axes: beside gradients of a bias the one thing whose size grows with L * S.
+Blocks of 128 x 128 make 4 * L * S / 128**2 bytes forward (8 backward) for each entry of the map's
+own leading axes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ HEAD = 2  # numbers in front of a row's blocks; kHead in attn/block_map.cuh
 
 
 def rows(problem) -> tuple[tuple[str, str], ...]:
-    """What a map adds to a kernel's parameters."""
     return () if problem.block_map is None else (("lists", "in"), ("lists_strides", "strides"))
 
 
@@ -39,22 +37,8 @@ class Cut(NamedTuple):
 
 
 def lists(xp, kinds, block, cut: Cut, backward: bool):
-    """The lists of all blocks of queries; of keys with ``backward``.
-
-    Parameters
-    ----------
-    xp : module
-        numpy or cupy.
-    kinds : xp array of uint8 (..., query blocks, key blocks)
-    block : tuple (int, int)
-        Queries and keys of a block of the map.
-    cut : Cut
-    backward : bool
-        Lists of blocks of queries for each block of keys, with turns.
-
-    Returns
-    -------
-    xp array of int32 (..., blocks, row_length)
+    """The lists, (..., blocks, row_length), of a map's kinds (..., query blocks, key blocks): of
+    keys for each block of queries; with ``backward`` of queries for each block of keys, with turns.
     """
     visited, whole = kernel_kinds(xp, kinds, block, cut, backward)
     turns = None
@@ -78,20 +62,17 @@ def lists(xp, kinds, block, cut: Cut, backward: bool):
 
 
 def row_length(cut: Cut, backward: bool) -> int:
-    """Numbers in a row."""
     return HEAD + 2 * cut.blocks[0] if backward else HEAD + cut.blocks[1]
 
 
 def kernel_kinds(xp, kinds, block, cut: Cut, backward: bool):
     """(visited, whole): booleans (..., blocks of queries, blocks of keys) of a kernel.
 
-    A block is visited when it meets a block of the map that is not empty, and the band; it is whole
+    A block is visited when it meets one of the map that is not empty, and the band; it is whole
     when nothing in it is looked at.
     """
-    spans = [
-        _spans(xp, cut.seqlen_q, cut.block_m, block[0]),
-        _spans(xp, cut.seqlen_k, cut.block_n, block[1]),
-    ]
+    lengths, sizes = (cut.seqlen_q, cut.seqlen_k), (cut.block_m, cut.block_n)
+    spans = [_spans(xp, *side) for side in zip(lengths, sizes, block)]
     met = kinds != 0
     open_ = kinds == 2 if cut.masked else met
     sizes = [last - first + 1 for first, last in spans]

@@ -1,8 +1,4 @@
-"""Block maps: which blocks of pairs a call visits at all, and in which it looks at masks.
-
-A map is made by :func:`block_map` from the masks of a call, or by the caller from an array of its
-own. It is small, one byte for blocks of 128 x 128 pairs, but like a mask it grows with L * S.
-"""
+"""Block maps: which blocks of pairs a call visits at all, and in which it looks at masks."""
 
 from __future__ import annotations
 
@@ -35,7 +31,6 @@ class MapView(NamedTuple):
         return self.owner.block
 
     def at(self, index) -> MapView:
-        """For some of the leading axes."""
         return self._replace(kinds=self.kinds[index], index=(*self.index, *index))
 
 
@@ -126,13 +121,7 @@ class BlockMap:
         return self._of(self.kinds.swapaxes(-1, -2), self.block[::-1], self.device)
 
     def fit(self, home, heads, seqlens) -> MapView:
-        """The map as a call sees it, over (*batch, Hq).
-
-        Raises
-        ------
-        ValueError
-            Another device, or blocks that do not fit.
-        """
+        """The map as a call sees it, over (*batch, Hq)."""
         if self.device != home.device:
             own, other = ("the CPU" if d == CPU else f"device {d}" for d in
                           (self.device, home.device))  # fmt: skip
@@ -307,7 +296,7 @@ score_args, layout
 
 
 def _varying(options) -> tuple[int, ...]:
-    """(*batch, Hq), with 1 along the axes for which all masks are the same."""
+    """(*batch, Hq), with 1 where all masks are the same."""
     full = (*options.batch, options.heads)
     program = options.problem.program
     given = program is not None and "mask_mod" in options.options

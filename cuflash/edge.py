@@ -1,9 +1,4 @@
-"""From the caller's arrays to a backend and back: what the public functions in `api` have in
-common.
-
-Options are sorted, shapes turned into the backends' (*batch, H, L, D) by views, room is made for
-results, and gradients are summed over the axes along which an input was broadcast.
-"""
+"""From the caller's arrays to a backend, which takes (*batch, H, L, D), and back."""
 
 from __future__ import annotations
 
@@ -13,20 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import check_output, dtype_name
-from .checks import check_flag, check_need, check_operand
+from .checks import DTYPES, check_flag, check_need, check_operand
 from .extras import Extras
 from .options import DEFAULTS, Options, used
 from .problem import Call, call_of
-from .score_gradients import ScoreGradients
 
 _FLOAT32 = np.dtype("float32")
 _FLOAT64 = np.dtype("float64")
 GRADIENTS = ("q", "k", "v")
-# Those of options, asked for by name.
 OPTION_GRADIENTS = ("bias", "alibi_slopes", "sinks", "score_args")
 ALL_GRADIENTS = GRADIENTS + OPTION_GRADIENTS
 
-# The options that shape the problem, in the order of call_of's parameters, with their defaults.
+# The options that shape the problem, in the order of call_of's parameters.
 SHAPING = {
     "layout": "bhsd",
     "scale": None,
@@ -35,9 +28,6 @@ SHAPING = {
     "window": None,
     "precision": None,
 }
-
-
-_RESULT = "the result"
 
 
 class _Gradients(NamedTuple):
@@ -82,7 +72,7 @@ def split_options(function: str, given: dict) -> tuple[tuple, dict]:
 
 
 def check_wanted(need, scores: dict) -> tuple[bool, ...]:
-    """Which of ALL_GRADIENTS `need` names; those of options only where the option is given."""
+    """Which of ALL_GRADIENTS `need` names; those of options that are not given are errors."""
     wanted = check_need(need, ALL_GRADIENTS)
     for name, want in zip(ALL_GRADIENTS, wanted):
         if want and name not in GRADIENTS and name not in scores:
@@ -90,13 +80,10 @@ def check_wanted(need, scores: dict) -> tuple[bool, ...]:
     return wanted
 
 
-def scored(
-    home, call: Call, shaping: tuple, options: dict, first_batch=0, packing=None
-) -> Options:
+def scored(home, call: Call, shaping, options, first_batch=0, packing=None) -> Options:
     """The options on scores of a call; b counts from first_batch."""
-    names = dict(zip(SHAPING, shaping))
-    band = names["causal"], names["causal_offset"]
-    return Options(home, call, options, *band, first_batch, packing)
+    _, _, causal, causal_offset, *_ = shaping
+    return Options(home, call, options, causal, causal_offset, first_batch, packing)
 
 
 def resolve(q, k, v, shaping: tuple) -> Call:
@@ -109,7 +96,7 @@ def resolve(q, k, v, shaping: tuple) -> Call:
 
 
 def inner_view(home, call: Call, x):
-    """The view (*batch, H, L, D) of an array in the caller's layout."""
+    """The view (*batch, H, L, D)."""
     if x.ndim == 2:
         x = x[None]
     elif call.layout == "bshd":
@@ -119,21 +106,19 @@ def inner_view(home, call: Call, x):
 
 
 def inner_lse(call: Call, x):
-    """The view (*batch, H, L) of an lse in the caller's layout."""
+    """The view (*batch, H, L)."""
     if x.ndim == 1:
         return x[None]
     return x.swapaxes(-2, -1) if call.layout == "bshd" else x
 
 
 def _of_sequences(call: Call, packing) -> Call:
-    """The call of all rows as that of the sequences packed in them: launch_packed.Packing."""
+    """The call of all rows as that of the sequences packed in them."""
     problem = replace(call.problem, band=None, sequences=packing.sequences)
     return replace(call, problem=problem)
 
 
-def forward(
-    home, q, k, v, out, return_lse, options, scores=None, first_batch=0, packing=None
-):
+def forward(home, q, k, v, out, return_lse, options, scores=None, first_batch=0, packing=None):
     q, k, v = home.adopt("q", q), home.adopt("k", k), home.adopt("v", v)
     call = resolve(q, k, v, options)
     if return_lse is not True and return_lse is not False:
@@ -152,13 +137,12 @@ def forward(
         o, handle = home.new(call.out_shape, q.dtype)
     else:
         o = home.adopt("out", out, writable=True)
-        check_operand("out", o.shape, dtype_name(o.dtype), call.out_shape, problem.dtype, _RESULT)
+        dtype = dtype_name(o.dtype)
+        check_operand("out", o.shape, dtype, call.out_shape, problem.dtype, "the result")
         check_output("out", o, read)
     lse = lse_handle = None
     if return_lse:
-        lse, lse_handle = home.new(
-            call.lse_shape, _FLOAT64 if problem.dtype == "float64" else _FLOAT32
-        )
+        lse, lse_handle = home.new(call.lse_shape, np.dtype(problem.lse_dtype))
     if call.trivial:
         o.fill(0)
         if return_lse:
@@ -195,14 +179,8 @@ def backward(
     for name in ("lse", "dlse"):
         if name in arrays:
             x = arrays[name]
-            check_operand(
-                name,
-                x.shape,
-                dtype_name(x.dtype),
-                call.lse_shape,
-                problem.lse_dtype,
-                "attention's lse",
-            )
+            want = call.lse_shape, problem.lse_dtype
+            check_operand(name, x.shape, dtype_name(x.dtype), *want, "attention's lse")
     if scores:
         scores = scored(home, call, shaping, scores, first_batch, packing)
         problem = scores.problem
@@ -240,12 +218,11 @@ def backward(
 
 
 def _operands(arrays: dict) -> tuple:
-    """The operands in the order in which a backend's backward takes them; dlse may be missing."""
     return (*[arrays[name] for name in ("dout", "q", "k", "v", "out", "lse")], arrays.get("dlse"))
 
 
 class _Gradient:
-    """One input's gradient: the backend's target (the full batch) and the input-shaped result."""
+    """One input's gradient: the backend's target, of the full batch, and the result."""
 
     def __init__(self, home, call: Call, x):
         self.result, self.handle = home.new(x.shape, x.dtype)
@@ -265,3 +242,74 @@ class _Gradient:
             # Sums of 16-bit gradients are taken in float32 and rounded once.
             dtype = _FLOAT64 if self.target.dtype == _FLOAT64 else _FLOAT32
             self._own[...] = self.target.sum(axis=self._axes, dtype=dtype, keepdims=True)
+
+
+class ScoreGradients:
+    """What a backend adds to: dargs, an array or None for each of the program's arguments as the
+    program views it, and dsinks, (*batch, Hq) with 1 along the axes of a broadcast, or None.
+    """
+
+    def __init__(self, home, scores, wanted, trivial):
+        self.home, self.scores, self.wanted = home, scores, wanted
+        self.names = ("bias", "alibi_slopes", "sinks")
+        # NumPy's sums are taken in float64, whatever the caller's dtype.
+        self.dtype = np.dtype("float64" if home.xp is np else scores.number)
+        dargs = [None] * len(scores.args)
+        self.dsinks, self._handles = None, {}
+        program = None if trivial else scores.problem.program
+        summed = {n for n, _, _ in program.gradients} if program else ()
+        for name in self._asked():
+            given, number, view = scores.own[name]
+            if number is None:
+                self.dsinks = home.xp.zeros(view.shape, self.dtype)
+            elif dargs[number] is None and home.xp is np:
+                dargs[number] = np.zeros(view.shape, self.dtype)
+            elif dargs[number] is None:  # the result itself
+                result, self._handles[name] = home.new(tuple(given.shape), view.dtype)
+                if number not in summed:
+                    result.fill(0)
+                dargs[number] = result.reshape(view.shape)
+        self.dargs = tuple(dargs)
+
+    def _asked(self):
+        """The options' names whose gradients are wanted, single score_args included."""
+        own, found = self.scores.own, []
+        for name, want in zip(self.names, self.wanted):
+            if want and name not in own:
+                raise ValueError(f"need: {name!r} is asked for, but {name} is not given")
+            found += [name] * want
+        if self.wanted[len(self.names)]:
+            if "score_args" not in self.scores.options:
+                raise ValueError("need: 'score_args' is asked for, but score_args is not given")
+            found += [name for name in self._float_args() if name is not None]
+        return found
+
+    def _float_args(self):
+        """The names of score_args, None for what is no float array."""
+        own = self.scores.own
+        names = [f"score_args[{n}]" for n in range(len(self.scores.options["score_args"]))]
+        return [n if n in own and dtype_name(own[n][2].dtype) in DTYPES else None for n in names]
+
+    def sinks_alone(self, dlse):
+        """dsinks where there is no key: lse is the sink."""
+        if self.dsinks is not None:
+            total = dlse.sum(axis=-1, dtype=self.dtype)
+            axes = tuple(n for n, size in enumerate(self.dsinks.shape) if size == 1)
+            self.dsinks[...] = total.sum(axis=axes, keepdims=True) if axes else total
+
+    def finish(self) -> list:
+        results = [self._one(n) if want else None for n, want in zip(self.names, self.wanted)]
+        args = None
+        if self.wanted[len(self.names)]:
+            args = tuple(None if n is None else self._one(n) for n in self._float_args())
+        return [*results, args]
+
+    def _one(self, name):
+        if name in self._handles:
+            return self.home.finish(self._handles[name])
+        given, number, view = self.scores.own[name]
+        total = self.dsinks if number is None else self.dargs[number]
+        result, handle = self.home.new(tuple(given.shape), view.dtype)
+        with np.errstate(over="ignore"):  # beyond a 16-bit dtype's range is infinity
+            result[...] = total.reshape(result.shape)
+        return self.home.finish(handle)

@@ -1,5 +1,3 @@
-"""What :func:`cuflash.explain` returns for GPU arrays."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

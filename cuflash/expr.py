@@ -1,7 +1,6 @@
-"""Terms of expressions, and how NumPy functions are traced into them.
+"""Terms of expressions (`Node`), and how NumPy functions are traced into them, with an `Expr` in
+place of each array.
 
-A `Node` is a term of an expression, an `Expr` the stand-in that a traced function computes with.
-`OPS` has one row for each operation: what NumPy calls it, how C++ spells it and its derivatives.
 Symbols are s (the score, a float) and b, h, i, j (integers). "element" n is argument n at this
 pair, viewed as (*batch, Hq, L, S); "fetch" n is argument n at the operands' indices, and a number
 when there are none.
@@ -10,18 +9,52 @@ when there are none.
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
 
-from .node import Node
-
 _RANK = {"bool": 0, "int": 1, "float": 2}
+_nodes = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class Node:
+    """A term: equal terms are one object, so that comparing and hashing cost nothing.
+
+    op is "symbol", "const", "element", "fetch", or a name in OPS; value a symbol's name, a
+    constant's value or an argument's number; kind "float", "int" or "bool".
+    """
+
+    __slots__ = ("op", "operands", "value", "kind", "__weakref__")
+
+    def __new__(cls, op, operands=(), value=None, kind="float"):
+        # repr tells 0.0 from -0.0, 1 from True, and makes one NaN of all.
+        key = (op, tuple(map(id, operands)), repr(value), kind)
+        with _lock:
+            node = _nodes.get(key)
+            if node is None:
+                node = object.__new__(cls)
+                for name, x in zip(cls.__slots__, (op, tuple(operands), value, kind)):
+                    object.__setattr__(node, name, x)
+                _nodes[key] = node
+        return node
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"a Node is frozen: {name} cannot be set")
+
+    def __reduce__(self):
+        return Node, (self.op, self.operands, self.value, self.kind)
+
+    def __repr__(self):
+        shown = self.op if self.value is None else f"{self.op} {self.value!r}"
+        return f"<{self.kind} {shown} of {len(self.operands)}>"
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation.
+    """One operation: what NumPy calls it, how C++ spells it and its derivatives.
 
     cpp has one place an operand. `takes` says what operands are turned into: "same" is the widest
     kind among them, "number" that but no bool, else a kind. `gives` is the result's kind, None the
@@ -116,14 +149,13 @@ _COMPOSED = {
     np.logaddexp: lambda a, b: np.maximum(a, b) + np.log1p(np.exp(-abs(_expr(a) - b))),
 }
 _BITS = {np.bitwise_and: "and", np.bitwise_or: "or", np.invert: "not", np.bitwise_xor: None}
-# Booleans of pairs, 32 in a word: of a query's neighbouring keys, or of a key's queries
-# (mask_bits.py).
+# Booleans of pairs, 32 in a word: of a query's keys, or of a key's queries (mask_bits.py).
 BITS, BITS_BY_KEY = "bits", "bits by key"
 _TYPES = {"b": "bool", "i": "int", "u": "int", "f": "float", "V": "float"}
 
 
 class Expr(np.lib.mixins.NDArrayOperatorsMixin):
-    """What a traced function sees in place of an array: operators and ufuncs build a Node."""
+    """What a traced function computes with: operators and ufuncs build a Node."""
 
     __slots__ = ("node",)
     __hash__ = None
@@ -180,7 +212,7 @@ class Expr(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class _Array:
-    """An array among the arguments of a traced function: it only can be indexed."""
+    """An array argument of a traced function: it only can be indexed."""
 
     def __init__(self, number, arg):
         self._number, self._arg, self.ndim = number, arg, arg.ndim
@@ -290,18 +322,16 @@ def _cast(node, kind) -> Node:
 
 
 def apply(name, *operands) -> Node:
-    """The node of an operation: operands brought to its kinds, constants folded, x * 1 and x + 0
-    left out.
-    """
+    """The node of an operation: operands cast, constants folded, x * 1 and x + 0 left out."""
     op = OPS[name]
     if name == "where":
         kind = max((x.kind for x in operands[1:]), key=_RANK.get)
         operands = (_cast(operands[0], "bool"), *(_cast(x, kind) for x in operands[1:]))
         if operands[1] is operands[2]:
             return operands[1]
-        return operands[2 - bool(operands[0].value)] if operands[0].op == "const" else Node(
-            name, operands, None, kind
-        )
+        if operands[0].op == "const":
+            return operands[2 - bool(operands[0].value)]
+        return Node(name, operands, None, kind)
     kinds = [x.kind for x in operands]
     if kinds == ["bool"] * 2 and name in ("add", "multiply"):  # as NumPy has it
         return apply("or" if name == "add" else "and", *operands)
@@ -314,10 +344,9 @@ def apply(name, *operands) -> Node:
         return operands[0]
     if name == "power" and operands[1].op == "const":
         whole = operands[1].value
-        if whole == int(whole or 0) if math.isfinite(whole) else False:
-            if 0 <= whole <= 4:
-                base = operands[0] if operands[1].kind == "int" else _cast(operands[0], "float")
-                return _whole_power(base, int(whole))
+        if whole in range(5):
+            base = operands[0] if operands[1].kind == "int" else _cast(operands[0], "float")
+            return _whole_power(base, int(whole))
     if name == "power" and "float" not in kinds:
         raise _unsupported("a power of integers by anything but the constants 0 to 4")
     operands = tuple(_cast(x, kind) for x in operands)
@@ -361,30 +390,10 @@ def _is(node, value):
 def trace(function, args=(), scored=True) -> Node:
     """What a function of (s, b, h, i, j, *args), or (b, h, i, j, *args), computes.
 
-    Parameters
-    ----------
-    function : callable
-        Of NumPy's operations.
-    args : sequence of (int, Arg)
-        The further arguments: their numbers in the program, and what they are.
-    scored : bool or Expr
-        Whether s comes first, or what stands for it.
-
-    Returns
-    -------
-    Node
-
-    Raises
-    ------
-    TypeError
-        The function branches on a value, or returns none.
-    NotImplementedError
-        An operation that is not in OPS; the text names it.
+    args are (number in the program, Arg); scored says whether s comes first, or what stands for it.
     """
     symbols = [Expr(symbol(name)) for name in "bhij"]
     if scored is not False:
         symbols.insert(0, Expr(symbol("s")) if scored is True else scored)
-    given = [
-        Expr(fetch(n, arg)) if arg.ndim == 0 else _Array(n, arg) for n, arg in args
-    ]
+    given = [Expr(fetch(n, arg)) if arg.ndim == 0 else _Array(n, arg) for n, arg in args]
     return term_of(function(*symbols, *given))

@@ -1,5 +1,3 @@
-"""The operands of a call's options, beside q, k and v."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Called:
-    """The caller's functions, which the CPU calls as they are, and what comes before them."""
+    """The caller's functions as the CPU calls them, and what comes before them."""
 
     value: Any  # Node of the scores that score_mod takes
     visible: Any  # Node of what hides beside mask_mod, or None
@@ -19,7 +17,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Extras:
-    """Arrays and numbers that a program, sinks or dropout read; frozen, but arrays are not."""
+    """Arrays and numbers that a program, sinks or dropout read."""
 
     args: tuple = ()  # in the order of program.args; grids viewed as (*batch, Hq, L, S)
     sinks: Any = None  # view (*batch, Hq)

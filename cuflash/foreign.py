@@ -1,15 +1,11 @@
-"""Arrays of other libraries: PyTorch, JAX and whatever else has ``__dlpack__``, read and written in
-place.
-
-On the GPU they become CuPy arrays through DLPack, on the CPU NumPy arrays.
+"""Arrays of PyTorch, JAX and whatever else has ``__dlpack__``, read and written in place as CuPy or
+NumPy arrays.
 
 - PyTorch: the work is put on PyTorch's current stream of the arrays' device and takes all its
-  memory from PyTorch's allocator,
-  exactly as one of PyTorch's own operations would, so it can be captured in a `torch.cuda.graph`.
-- JAX and others: they have no stream to join. Their memory is waited for as DLPack prescribes, the
-  work runs on CuPy's current
-  stream, and their arrays stay alive until that stream has passed it, because they may reuse memory
-  the moment it is freed.
+  memory from PyTorch's allocator, so it can be captured in a `torch.cuda.graph`.
+- JAX and others have no stream to join. Their memory is waited for as DLPack prescribes, the work
+  runs on CuPy's current stream, and their arrays stay alive until that stream has passed it,
+  because they may reuse memory the moment it is freed.
 """
 
 from __future__ import annotations
@@ -33,15 +29,7 @@ _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
 def kind_and_device(name: str, x) -> tuple[str, int]:
-    """The library's name and the device number of an array that has ``__dlpack__``.
-
-    Raises
-    ------
-    TypeError
-        A value that JAX is tracing.
-    BufferError
-        Memory that is neither the host's nor a CUDA device's.
-    """
+    """The library's name and the device number of an array that has ``__dlpack__``."""
     kind = _kind(name, x)
     try:
         code, device = x.__dlpack_device__()
@@ -95,8 +83,6 @@ def _kind(name: str, x) -> str:
 
 
 class _Foreign(arrays.Home):
-    """What the homes of other libraries share."""
-
     foreign = True
 
     def __init__(self, kind: str, cupy, device: int):
@@ -117,7 +103,7 @@ class _Foreign(arrays.Home):
         return (arrays.cupy_home(self.device) if self.on_gpu else arrays.NUMPY).backend
 
     def _guarded(self, name: str, x, read):
-        """Call `read`; whatever the other library raises becomes a BufferError with the name."""
+        """read(x); whatever the other library raises becomes a BufferError with the name."""
         dtype = str(getattr(x, "dtype", "unknown")).rpartition(".")[2]
         if dtype.startswith(("int", "uint", "bool", "complex", "float8", "float4")):
             raise TypeError(
@@ -177,14 +163,12 @@ class _TorchHome(_Foreign):
         if self.on_gpu:
             return self.xp.from_dlpack(_SameStream(x))
         if x.dtype == self._torch.bfloat16:
-            # NumPy's DLPack and buffer protocols have no bfloat16; the bits pass as integers and
-            # keep their strides.
+            # NumPy's DLPack and buffer protocols have no bfloat16.
             return x.view(self._torch.int16).numpy().view(_bfloat16())
         return x.numpy()
 
     def new(self, shape, dtype):
-        # PyTorch's own memory, so that its streams, its graphs and its allocator treat the result
-        # like any other tensor.
+        # For PyTorch's streams, graphs and allocator a tensor like any other.
         tensor = self._torch.empty(
             shape, dtype=getattr(self._torch, arrays.dtype_name(dtype)), device=self._device
         )
@@ -202,9 +186,7 @@ class _DlpackHome(_Foreign):
     def __init__(self, kind, cupy, device, first):
         super().__init__(kind, cupy, device)
         namespace = getattr(first, "__array_namespace__", None)
-        self._from_dlpack = (
-            getattr(namespace(), "from_dlpack", None) if namespace is not None else None
-        )
+        self._from_dlpack = namespace and getattr(namespace(), "from_dlpack", None)
         self._read_arrays = []
 
     @contextmanager
@@ -263,7 +245,7 @@ class _JaxHome(_DlpackHome):
         self._devices = first.devices()
 
     def _read(self, x):
-        # On the CPU the array interface shares the memory as DLPack would, and knows bfloat16.
+        # The array interface shares the memory as DLPack would, and knows bfloat16.
         return self.xp.from_dlpack(x) if self.on_gpu else np.asarray(x)
 
     def _adopt_output(self, name, x):
@@ -274,15 +256,13 @@ class _JaxHome(_DlpackHome):
 
     def finish(self, handle):
         if not self.on_gpu and arrays.dtype_name(handle.dtype) == "bfloat16":
-            return self._jax.device_put(
-                handle, next(iter(self._devices))
-            )  # NumPy cannot export bfloat16
-        result = self._jax.dlpack.from_dlpack(handle)
-        if (
-            result.devices() != self._devices
-        ):  # one of several host devices: DLPack knows only "the CPU"
-            result = self._jax.device_put(result, next(iter(self._devices)))
-        return result
+            result = handle  # NumPy cannot export bfloat16
+        else:
+            result = self._jax.dlpack.from_dlpack(handle)
+            if result.devices() == self._devices:
+                return result
+        # Or one of several host devices: DLPack knows only "the CPU".
+        return self._jax.device_put(result, next(iter(self._devices)))
 
 
 def _bfloat16():
@@ -296,7 +276,7 @@ def _bfloat16():
 
 
 class _StreamPointer:
-    """A stream of another library, in the form that CuPy's Stream.from_external takes."""
+    """A stream in the form that CuPy's Stream.from_external takes."""
 
     def __init__(self, pointer: int):
         self._pointer = pointer
@@ -317,7 +297,7 @@ _pending_lock = threading.Lock()
 
 
 def _keep_until_passed(cupy, read_arrays) -> None:
-    """Keep foreign arrays until the current stream has passed this point; nothing waits here."""
+    """Keep arrays until the current stream has passed this point; nothing waits here."""
     stream = cupy.cuda.get_current_stream()
     if not read_arrays or stream.is_capturing():  # the owner of a graph keeps what the graph reads
         return
@@ -338,9 +318,7 @@ def _release_passed() -> None:
 def _from_dlpack_without_copy(x):
     try:
         return np.from_dlpack(x, copy=False)
-    except (
-        TypeError
-    ):  # the producer is older than these keywords; it cannot be one that copies on its own
+    except TypeError:  # the producer is older than these keywords, and copies nothing on its own
         return np.from_dlpack(x)
 
 
@@ -360,15 +338,12 @@ class _ManagedTensorHead(ctypes.Structure):
 
 
 def _is_read_only(x) -> bool:
-    """The read-only flag of an array's DLPack capsule; False for capsules older than version 1.0,
-    which have none.
+    """The read-only flag of an array's DLPack capsule; False before version 1.0, which has none.
 
-    The capsule is only looked at and then dropped, which releases it by its own destructor.
+    The capsule is dropped, which releases it by its own destructor.
     """
     try:
-        capsule = x.__dlpack__(
-            stream=-1, max_version=(1, 0)
-        )  # -1: nothing will be read, so nothing is waited for
+        capsule = x.__dlpack__(stream=-1, max_version=(1, 0))  # -1: nothing is waited for
     except TypeError:  # the producer is older than this keyword, and so are its capsules
         return False
     valid = ctypes.pythonapi.PyCapsule_IsValid

@@ -1,9 +1,9 @@
-"""Masks as bits: where many heads share what a call's masks let through, a kernel writes it down once,
-a bit for each pair, and the attention kernels read that instead of the masks. Lengths and segments
-need less: ends of batch entries, lists of blocks (`unmasked`).
+"""Masks as bits: where many heads share them, a kernel writes down once what they let through, a
+bit for each pair, and attention reads that. Lengths and segments need less: ends of batch entries,
+lists of blocks (`unmasked`).
 
-Read pair by pair a boolean mask costs a Hopper warp eight lines of L1 for 64 bytes that it uses; as
-bits a row of 64 keys is one read. And whatever the masks are made of, what reads them is one kernel.
+Pair by pair a boolean mask costs a Hopper warp eight lines of L1 for 64 bytes that it uses; as bits
+a row of 64 keys is one read.
 """
 
 from __future__ import annotations
@@ -15,32 +15,23 @@ from .plan import round_up
 from .score import BITS, BITS_BY_KEY, Arg, Node, Program, element, ordered, symbol
 
 TILE = 256  # queries and keys of a thread block of mask_bits.cu
-# Kernels read words of whole blocks of theirs, of up to TILE keys, from the last one that lies in
-# the sequence.
+# Kernels read whole blocks, of up to TILE keys, from the last one that lies in the sequence.
 SPARE_WORDS = TILE // 32
-# Estimates, not measured yet: how many heads, of all batch entries, pay for the kernel in front, and
-# how many pairs of all heads.
+# Estimates: how many heads, and pairs of all heads, pay for the kernel in front.
 SHARED_BY, LEAST_PAIRS = 4, 1 << 24
-# The same of lengths and segments, and from how many keys and up to how many rows (span_lists.cu) and
-# head dimensions, forward and backward, for which there are registers.
+# The same of lengths and segments, and from how many keys and up to how many rows (span_lists.cu)
+# and head dimensions, forward and backward, for which there are registers.
 LENGTH_PAIRS, SEGMENT_PAIRS = 1 << 22, 1 << 24
 SEGMENT_KEYS, SEGMENT_ROWS, SEGMENT_DIMS = 2048, 1 << 17, (192, 128)
 
 
 def row_words(length: int) -> int:
-    """Words of 32 bits of a row: of all keys of a query, or all queries of a key."""
+    """Words of 32 bits of all keys of a query, or all queries of a key."""
     return round_up(-(-length // 32), TILE // 32) + SPARE_WORDS
 
 
 def own_axes(problem, args) -> tuple[int, ...]:
-    """(*batch, Hq), with 1 along the axes for which the masks are the same.
-
-    Parameters
-    ----------
-    problem : Problem
-    args : sequence
-        What the program reads: arrays with axes (*batch, Hq, L, S) of grids, anything of others.
-    """
+    """(*batch, Hq), with 1 where the masks are the same; args are what the program reads."""
     full = (*problem.batch, problem.num_heads)
     own = [1] * len(full)
     for node in ordered(problem.program.visible):
@@ -60,8 +51,8 @@ def pairs(problem) -> int:
 
 
 def unmasked(problem, backward: bool):
-    """A large call in which lengths or ids alone hide keys, beside a band, with ends or with a map in the
-    masks' place, and the numbers of these arguments, of queries and of keys; None of a side without.
+    """A large call in which lengths or ids alone hide keys, beside a band, with ends or a map in
+    the masks' place, and the numbers of these arguments, of queries and of keys (None without).
     Other calls are False.
     """
     program, size = problem.program, pairs(problem)
@@ -92,21 +83,18 @@ def unmasked(problem, backward: bool):
 def pays(problem, args) -> bool:
     """Whether a call's masks are worth a kernel in front."""
     program = problem.program
-    if program is None or program.visible is None or problem.packed or not _reads(program.visible):
+    if program is None or program.visible is None or problem.packed:
         return False
+    if not any(x.op in ("element", "fetch", "symbol") for x in ordered(program.visible)):
+        return False  # a constant needs no bits
     heads = math.prod(problem.batch) * problem.num_heads
     return pairs(problem) >= LEAST_PAIRS and heads >= SHARED_BY * math.prod(own_axes(problem, args))
 
 
-def _reads(node) -> bool:
-    """Whether masks read arrays or calculate: a constant needs no bits."""
-    return any(x.op in ("element", "fetch", "symbol") for x in ordered(node))
-
-
 def rewritten(problem, by_key: bool):
-    """The problem with bits in its masks' place, and which arguments it still reads, in their order.
+    """The problem with bits, its last argument, in its masks' place, and which others it reads.
 
-    Bits are its last argument. ``by_key``: of all queries of a key.
+    ``by_key``: of all queries of a key.
     """
     program = problem.program
     roots = [program.value, program.derivative]
@@ -130,7 +118,7 @@ def rewritten(problem, by_key: bool):
 
 
 def _renumbered(root, numbers):
-    """The same expression of arguments that have other numbers."""
+    """The expression with other numbers of arguments."""
     made = {}
     for x in ordered(root):
         value = numbers[x.value] if x.op in ("element", "fetch") else x.value

@@ -1,7 +1,7 @@
 """The options that act on scores and weights: checked, and made one program with its operands.
 
-Everything for which a pair's score or visibility depends on more than its band is written here once
-as an expression of (s, b, h, i, j), in the contract's order.
+All that a pair's score or visibility depends on, but its band, is written here once as an
+expression of (s, b, h, i, j), in the contract's order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 
 
 def used(options: dict) -> dict:
-    """Those that are not at their default. Arrays are never compared: that would read the GPU."""
+    """Those not at their default. Arrays are never compared: that would read the GPU."""
     found = {}
     for name, value in options.items():
         default = DEFAULTS[name]
@@ -77,14 +77,7 @@ def _is_number(x) -> bool:
 
 
 class Options:
-    """One call's options on scores and weights, for a home and a Call.
-
-    Attributes
-    ----------
-    problem : Problem
-        The call's, with program, sinks, dropout and block map.
-    extras : Extras
-    """
+    """One call's options: `problem`, with program, sinks, dropout and block map, and `extras`."""
 
     def __init__(
         self, home, call, options: dict, causal, causal_offset, first_batch=0, packing=None
@@ -132,7 +125,6 @@ class Options:
     # ---- operands ----
 
     def _take(self, name, dtypes):
-        """The adopted array of an option, its dtype checked."""
         array = self.home.adopt(name, self.options[name])
         dtype = dtype_name(array.dtype)
         if dtype not in dtypes:
@@ -140,7 +132,6 @@ class Options:
         return array
 
     def _fit(self, name, array, shape, what):
-        """Aligned at the right with `shape`, to which it has to broadcast."""
         own = (1,) * (len(shape) - array.ndim) + array.shape
         if len(own) > len(shape) or any(n not in (1, full) for n, full in zip(own, shape)):
             raise ValueError(
@@ -149,16 +140,14 @@ class Options:
         return array.reshape(own) if array.ndim == 0 else array[(None,) * (len(own) - array.ndim)]
 
     def _grid(self, name, array):
-        """One more argument of the program, read at each pair: its element as an Expr.
-
-        array has as many axes as (*batch, Hq, L, S), each of that size or 1.
-        """
+        """One more argument, with axes (*batch, Hq, L, S), of that size or 1, read at each pair."""
         along = tuple(n > 1 for n in array.shape[-2:])
         arg = Arg("grid", dtype_name(array.dtype), array.ndim, name, along)
         shape = (*self.batch, self.heads, *self.seqlens)
         self.own[name] = self.options[name], len(self.args), array
         self.args.append(arg)
-        self.operands.append(_repeated(self.home.xp, array, shape))
+        repeated = array.shape != shape  # with stride 0
+        self.operands.append(self.home.xp.broadcast_to(array, shape) if repeated else array)
         return Expr(element(len(self.args) - 1, arg))
 
     def _scalar(self, name, value):
@@ -204,7 +193,6 @@ class Options:
         return self._traced("score_mod", s) if "score_mod" in options else s.node
 
     def _score_args(self):
-        """(number, Arg) of each of score_args."""
         options, given = self.options, []
         if "score_args" in options and not {"score_mod", "mask_mod"} & set(options):
             raise ValueError("score_args without score_mod or mask_mod: they would have no effect")
@@ -234,7 +222,7 @@ class Options:
         if not callable(function):
             raise TypeError(f"{name}={show(function)}: it must be a function or None")
         try:
-            node = trace(function, self.given, s)
+            return trace(function, self.given, s)
         except (TypeError, IndexError, NotImplementedError, ValueError) as error:
             if self.home.xp is np and isinstance(error, NotImplementedError):
                 if name == "score_mod":
@@ -242,7 +230,6 @@ class Options:
                 return constant(True) if s is False else s.node
             kind = TypeError if isinstance(error, IndexError) else type(error)
             raise kind(f"{name}: {error}") from error
-        return node
 
     def _visible(self):
         options = self.options
@@ -321,11 +308,6 @@ class Options:
                 "weights are dropped"
             )
         return keep, seed
-
-
-def _repeated(xp, array, shape):
-    """broadcast_to with stride 0 along every repeated axis."""
-    return array if array.shape == shape else xp.broadcast_to(array, shape)
 
 
 def _softcap(value) -> float:

@@ -1,9 +1,9 @@
 """Dropout's random bits: Philox4x32-7, a pure function of (seed, b, h, i, j).
 
-Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), whose table 2
-has seven rounds as the fewest that pass all tests of BigCrush. The key is the
-seed, low word first, the counter (j // 16, i, h, b). The 16 bytes of its four words, each low byte
-first, serve the keys j % 16 = 0 .. 15: a weight is kept when its byte is below 256 * keep.
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011): seven rounds are the fewest
+that pass BigCrush. The key is the seed, low word first, the counter (j // 16, i, h, b). The 16
+bytes of its four words, each low byte first, serve the keys j % 16 = 0 .. 15: a weight is kept
+when its byte is below 256 * keep.
 """
 
 from __future__ import annotations
@@ -22,20 +22,7 @@ _WORD = np.uint64(32)
 
 
 def philox4x32(counter, key):
-    """Four words for each counter, by seven rounds.
-
-    Parameters
-    ----------
-    counter : sequence of 4 arrays
-        Whole numbers below 2**32; they broadcast.
-    key : tuple of 2 int
-        Below 2**32.
-
-    Returns
-    -------
-    list of 4 ndarray of uint64
-        The words, below 2**32.
-    """
+    """Four words for each counter, of four arrays that broadcast, and a key of two words."""
     x = [np.asarray(word, np.uint64) for word in counter]
     for turn in range(7):
         keys = [np.uint64((word + turn * step) & 0xFFFFFFFF) for word, step in zip(key, _WEYL)]
@@ -50,38 +37,17 @@ def philox4x32(counter, key):
 
 
 def kept(seed, b, h, rows, keys, keep):
-    """Which weights of one head dropout keeps.
-
-    Parameters
-    ----------
-    seed : int
-    b, h : int
-        Index of the batch entry, counted over all leading axes, and of the query head.
-    rows, keys : tuple (begin, end)
-    keep : float
-        Probability to keep, a multiple of 1/256.
-
-    Returns
-    -------
-    ndarray of bool, (rows, keys)
-    """
+    """Which weights of one head dropout keeps, for rows and keys from a begin to an end."""
     first = keys[0] // 16
     groups = np.arange(first, -(-keys[1] // 16))
-    words = philox4x32(
-        (groups, np.arange(*rows)[:, None], h, b), (seed & 0xFFFFFFFF, seed >> 32)
-    )
+    words = philox4x32((groups, np.arange(*rows)[:, None], h, b), (seed & 0xFFFFFFFF, seed >> 32))
     words = np.stack(np.broadcast_arrays(*words), axis=-1).astype("<u4")
     numbers = words.view(np.uint8).reshape(words.shape[0], -1)
     return numbers[:, keys[0] - 16 * first : keys[1] - 16 * first] < round(256 * keep)
 
 
 def check_dropout(dropout_p) -> float:
-    """The probability to keep a weight, rounded to 1/256; 1.0 when nothing is dropped.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """The probability to keep a weight, rounded to 1/256."""
     rule = "it must be a number of at least 0 and below 1"
     if is_bool(dropout_p) or not isinstance(dropout_p, Real):
         raise TypeError(f"dropout_p={show(dropout_p)}: {rule}")
@@ -92,12 +58,6 @@ def check_dropout(dropout_p) -> float:
 
 
 def check_seed(seed) -> int:
-    """The seed as an int of 64 bits.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
     rule = "it must be a whole number from 0 to 2**64 - 1"
     if not is_int(seed):
         raise TypeError(f"seed={show(seed)}: {rule}")

@@ -1,9 +1,4 @@
-"""The facts of one attention call, validated: all that kernels and the NumPy path need to know.
-
-Nothing here sees an array. The functions take shapes, dtype names and options as plain values and
-raise every TypeError, ValueError and NotImplementedError that follows from them, so a call that
-reaches a kernel is a valid one.
-"""
+"""The facts of one attention call, validated without seeing an array."""
 
 from __future__ import annotations
 
@@ -23,8 +18,7 @@ _FLOAT32_MAX = 3.4028234663852886e38
 class Band:
     """Key j is visible to query i when ``i + lo <= j <= i + hi``.
 
-    lo lies in [-L, S] and hi in [-L - 1, S], so sums stay small. Causal attention is
-    ``hi = offset``; ``window=(left, right)`` is ``lo = offset - left``, ``hi = offset + right``.
+    lo lies in [-L, S] and hi in [-L - 1, S], so sums stay small.
     """
 
     lo: int
@@ -45,8 +39,7 @@ class Problem:
     head_dim_v: int
     scale: float  # the resolved value: 1/sqrt(head_dim) when the caller gave None
     band: Band | None = None  # None: every key is visible
-    # Packed sequences: their number; each query then has an interval of keys in place of the band,
-    # and seqlen_q and seqlen_k count the rows of all of them.
+    # Packed: each query has an interval of keys in place of the band, lengths count all rows.
     sequences: int | None = None
     precision: str | None = None  # None or "tf32" (float32 only)
     program: Program | None = None  # what options make of the scores; numbers and arrays are apart
@@ -80,9 +73,7 @@ class Call:
 
     problem: Problem
     layout: str  # "bhsd" or "bshd"
-    out_shape: tuple[
-        int, ...
-    ]  # in the caller's layout; without a head axis when q, k and v were all 2-D
+    out_shape: tuple[int, ...]  # in the caller's layout; q, k and v all 2-D: without a head axis
     lse_shape: tuple[int, ...]
     direct: bool  # q, k and v already are (*batch, H, L, D): no view is needed
     trivial: bool  # no query row or no key: the results are constants, no backend is called
@@ -93,60 +84,23 @@ def call_of(
 ) -> Call:
     """Validate the facts of a call; the answer is cached by their values.
 
-    Parameters
-    ----------
-    dtypes : tuple of str
-        Names of the dtypes of q, k and v.
-    q_shape, k_shape, v_shape : tuple of int
-        Shapes in the caller's layout.
-    layout, scale, causal, causal_offset, window, precision
-        As in :func:`cuflash.attention`.
-
-    Returns
-    -------
-    Call
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        The text names the argument, its value and the rule.
+    Shapes are in the caller's layout; errors name the argument, its value and the rule.
     """
-    left, right = (None, None) if window is None else _window_pair(window)
-    facts = (
-        dtypes,
-        q_shape,
-        k_shape,
-        v_shape,
-        layout,
-        scale,
-        causal,
-        causal_offset,
-        window is not None,
-    )
+    has_window = window is not None
+    left, right = _window_pair(window) if has_window else (None, None)
+    facts = (dtypes, q_shape, k_shape, v_shape, layout, scale, causal, causal_offset, has_window)
     facts += (left, right, precision)
     try:
         return _cached_call(*facts)
-    except (
-        TypeError
-    ):  # a bad kind, or one that cannot be hashed: building it again says which, in our words
+    except TypeError:  # a bad kind, or one that cannot be hashed: built again it says which
         pass
     return _build_call(*facts)
 
 
 def _build_call(
-    dtypes,
-    q_shape,
-    k_shape,
-    v_shape,
-    layout,
-    scale,
-    causal,
-    causal_offset,
-    has_window,
-    left,
-    right,
-    precision,
-) -> Call:
+    dtypes, q_shape, k_shape, v_shape, layout, scale, causal, causal_offset, has_window, left,
+    right, precision,
+) -> Call:  # fmt: skip
     dtype = _check_dtypes(dtypes)
     _check_choice("layout", layout, LAYOUTS)
     _check_precision(precision, dtype)
@@ -191,11 +145,9 @@ _cached_call = lru_cache(maxsize=4096, typed=True)(_build_call)
 
 
 def _check_choice(name: str, value, choices: tuple[str, ...]) -> None:
-    rule = f"it must be {' or '.join(map(repr, choices))}"
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={show(value)}: {rule}")
-    if value not in choices:
-        raise ValueError(f"{name}={show(value)}: {rule}")
+    if not isinstance(value, str) or value not in choices:
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name}={show(value)}: it must be {' or '.join(map(repr, choices))}")
 
 
 def _check_dtypes(dtypes: tuple[str, str, str]) -> str:
@@ -216,10 +168,9 @@ def _check_dtypes(dtypes: tuple[str, str, str]) -> str:
 def _check_precision(precision, dtype: str) -> None:
     if precision is None:
         return
-    if not isinstance(precision, str):
-        raise TypeError(f"precision={show(precision)}: it must be None or 'tf32'")
-    if precision != "tf32":
-        raise ValueError(f"precision={show(precision)}: it must be None or 'tf32'")
+    if not isinstance(precision, str) or precision != "tf32":
+        kind = ValueError if isinstance(precision, str) else TypeError
+        raise kind(f"precision={show(precision)}: it must be None or 'tf32'")
     if dtype != "float32":
         raise ValueError(f"precision='tf32' with dtype {dtype}: it needs float32 arrays")
 
@@ -240,7 +191,7 @@ def _internal_shape(name: str, shape: tuple[int, ...], layout: str) -> tuple[int
 
 
 def _check_sizes(q, k, v, q_shape, k_shape, v_shape) -> None:
-    """Heads, lengths and head dims. q, k, v are internal shapes, the others the caller's."""
+    """q, k, v are internal shapes, the others the caller's."""
     if q[-1] != k[-1]:
         raise ValueError(
             f"k: its head_dim is {k[-1]} (shape {k_shape}), but it must be q's, {q[-1]} (shape "
@@ -303,7 +254,7 @@ def _resolve_scale(scale, head_dim: int, dtype: str) -> float:
 
 
 def _window_pair(window):
-    """Only the form is checked here: left and right are looked at behind the cache."""
+    """Only the form is checked here: left and right are, behind the cache."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         kind = ValueError if isinstance(window, (tuple, list)) else TypeError
         raise kind(
@@ -314,7 +265,6 @@ def _window_pair(window):
 
 
 def _window_side(name: str, value) -> int | None:
-    """A bound of the window; None when there is none."""
     if value is None:
         return None
     if not is_int(value):
@@ -327,23 +277,19 @@ def _window_side(name: str, value) -> int | None:
 
 
 def _band(seqlen_q, seqlen_k, causal, causal_offset, has_window, left, right) -> Band | None:
-    """The visible diagonal band, or None when it hides nothing for these lengths."""
-    if not is_bool(causal) and not isinstance(causal, str):
-        raise TypeError(
-            f"causal={show(causal)}: it must be False, True, 'bottom_right' or 'top_left'"
-        )
-    if isinstance(causal, str) and causal not in ("bottom_right", "top_left"):
-        raise ValueError(
-            f"causal={show(causal)}: it must be False, True, 'bottom_right' or 'top_left'"
-        )
+    """None when it hides nothing for these lengths."""
+    named = isinstance(causal, str)
+    if causal not in ("bottom_right", "top_left") if named else not is_bool(causal):
+        kind = ValueError if named else TypeError
+        raise kind(f"causal={show(causal)}: it must be False, True, 'bottom_right' or 'top_left'")
     left, right = _window_side("left", left), _window_side("right", right)
-    offset = 0 if isinstance(causal, str) and causal == "top_left" else seqlen_k - seqlen_q
+    offset = 0 if named and causal == "top_left" else seqlen_k - seqlen_q
     if causal_offset is not None:
         if not is_int(causal_offset):
             raise TypeError(
                 f"causal_offset={show(causal_offset)}: it must be a whole number or None"
             )
-        if isinstance(causal, str):
+        if named:
             raise ValueError(
                 f"causal_offset={causal_offset} with causal={causal!r}: the name already fixes "
                 "the offset; use causal=True with an offset of your own"
@@ -358,7 +304,7 @@ def _band(seqlen_q, seqlen_k, causal, causal_offset, has_window, left, right) ->
     hi = seqlen_k if right is None else offset + right
     if causal:
         hi = min(hi, offset)
-    # The last row sees key 0, and the first row sees the last key: then every row sees every key.
+    # When the last row sees key 0, and the first row the last key, every row sees every key.
     if seqlen_q == 0 or seqlen_k == 0 or (lo + seqlen_q - 1 <= 0 and hi >= seqlen_k - 1):
         return None
     return Band(lo=min(max(lo, -seqlen_q), seqlen_k), hi=min(max(hi, -seqlen_q - 1), seqlen_k))

@@ -1,8 +1,4 @@
-"""Scores and masks as expressions: differentiated, evaluated, and written as C++.
-
-`expr` has the terms and how functions are traced into them; an `Arg` says what a program reads, a
-`Program` is all that a call's options make of its scores.
-"""
+"""Scores and masks as expressions: differentiated, evaluated, and written as C++."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .expr import (
+from .expr import (  # noqa: F401
     BITS,
     BITS_BY_KEY,
     CPP,
@@ -25,13 +21,7 @@ from .expr import (
     symbol,
     term_of,
     trace,
-    where,
 )
-
-__all__ = [
-    "BITS", "BITS_BY_KEY", "CPP", "OPS", "Arg", "Expr", "Node", "Program", "apply", "constant", "derivative", "element",
-    "entries", "evaluate", "fetch", "ordered", "render", "render_all", "symbol", "trace", "where",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,8 +65,7 @@ def ordered(*roots) -> list[Node]:
 def derivative(node, wrt) -> Node:
     """The derivative of an expression by a symbol, an element or a fetch.
 
-    Rules of OPS, operands first. Of a `where` only the branch taken counts, so that a NaN in the
-    slope of the other has no influence.
+    Of a `where` only the branch taken counts: a NaN in the other's slope has no influence.
     """
     slopes = {}  # of the nodes that depend on wrt
     for x in ordered(node):
@@ -104,16 +93,10 @@ def entries(node) -> list[Node]:
 
 
 def evaluate(node, env, dtype=np.float64):
-    """The expression's value by NumPy.
+    """The expression's value by NumPy, with floats of a dtype.
 
-    Parameters
-    ----------
-    node : Node
-    env : dict
-        "s", "b", "h", "i", "j": numbers or arrays that broadcast; "element": what gives argument
-        n at these pairs; "args": the arguments by number, for fetches.
-    dtype : dtype
-        Of the floats.
+    env has the symbols, numbers or arrays that broadcast; "element": what gives argument n at
+    these pairs; "args": the arguments by number, for fetches.
     """
     values = {}
     for x in ordered(node):
@@ -140,26 +123,16 @@ def evaluate(node, env, dtype=np.float64):
 
 
 def render(node, names=None):
-    """The expression in C++: `render_all` of one node, whose expression is a str."""
+    """`render_all` of one node: (lines, expression)."""
     lines, (expression,) = render_all([node], names)
     return lines, expression
 
 
 def render_all(nodes, names=None):
-    """Expressions in C++.
+    """Nodes in C++: lines that define what is used more than once, and the expressions.
 
-    Parameters
-    ----------
-    nodes : list of Node
-    names : dict, optional
-        Spellings of symbols by name; "element" and "fetch" are functions of the argument's number
-        (and the indices' texts), "divide" one of the node and its operands' texts.
-
-    Returns
-    -------
-    lines : list of str
-        Definitions of what is used more than once, by one of the expressions or by several.
-    expressions : list of str
+    names spells symbols; its "element" and "fetch" are functions of the argument's number (and the
+    indices' texts), "divide" one of the node and its operands' texts.
     """
     names = names or {}
     at_pair = names.get("element", lambda n: f"arg{n}(i, j)")

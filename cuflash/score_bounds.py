@@ -13,9 +13,7 @@ _TRUTHS = (
 
 
 def largest(node, problem) -> float | None:
-    """A bound on the absolute value of an expression over all pairs of a problem; None: it depends
-    on what arrays hold.
-    """
+    """A bound on an expression's absolute value; None: it depends on what arrays hold."""
     ranges: dict = {}
     for x in ordered(node):
         operands = [ranges[y] for y in x.operands]

@@ -33,7 +33,7 @@ ELEMENTS = {
 MAP_UNIT = 128
 LENGTHS = (("q_lengths", "in"), ("k_lengths", "in"))  # of kLengths: lengths_of in attn/mask.cuh
 
-# Without any option. What would take part in arithmetic is never called.
+# Without any option.
 PLAIN = """\
 using Accum = AccumOf<Plan::Element>;
 struct Score {
@@ -66,9 +66,9 @@ struct Score {
 class Gradient:
     """One of `Program.gradients` as a kernel sums it."""
 
-    number: int  # which one
-    along: tuple[bool, bool]  # whether the entries that pairs meet in vary with the query, the key
-    measured: bool  # whether the bound on its terms is known only from a run of the kernel
+    number: int
+    along: tuple[bool, bool]  # whether entries vary with the query, the key
+    measured: bool  # whether only a run of the kernel bounds its terms
     words: int  # of a sum (attn/score_gradients.cuh); 0: squares (attn/backward_sm90.cuh)
 
 
@@ -81,19 +81,14 @@ class Options:
     dropout: bool = False
     gradients: tuple[Gradient, ...] = ()  # those that are asked for
     map_block: tuple[int, int] | None = None  # of a block map that visible() looks at
-    # Scores are scaled, and statistics of rows count from there, whatever else is known of them.
-    scaled: bool = False
-    # Whether sequences are packed: b, i and j are then what attn/interval.cuh says of a pair.
-    packed: bool = False
+    scaled: bool = False  # scores are, and statistics of rows count from there
+    packed: bool = False  # b, i and j are then what attn/interval.cuh says of a pair
     lengths: bool = False  # of batch entries; without any other option
-    # Whether what is added to scaled scores can be added, divided by the scale, to products.
-    divisible: bool = False
+    divisible: bool = False  # summands of scaled scores can be divided by the scale
 
     @classmethod
     def of(cls, problem, *, stats=False, gradients=()) -> Options:
-        """Those of a problem. The statistics pass has no use for dropout, but its rows' maxima are
-        of scaled scores where the backward kernel's are.
-        """
+        """Those of a problem. The statistics pass needs no dropout, but scales as backward does."""
         block = problem.block_map
         # Blocks of kernels divide MAP_UNIT: a block of such a map is never met in part.
         block = block if block and any(size % MAP_UNIT for size in block) else None
@@ -172,7 +167,7 @@ def rows(options: Options, forward: bool, staged: int | None = None) -> tuple[tu
         found += [("map_kinds", "in"), ("map_kinds_strides", "strides")]
     if forward:
         return (*found, ("scale", "f64"))
-    # backward's table has it for dk; as floats they are operands of instructions
+    # as floats they are operands of instructions
     found += [("score_scale", "f32"), *([("keep_scale", "f32")] if options.dropout else [])]
     return tuple(found)
 
@@ -286,8 +281,8 @@ def _visible(options):
 
 
 def _start(options, quick):
-    """Where this head's arrays begin. A kernel that cannot keep these in registers keeps where its
-    batch entry's begin, `for_each_start`, and hands them back: start(k).
+    """Where this head's arrays begin. A kernel short of registers keeps where its batch entry's
+    begin, `for_each_start`, and hands them back: start(k).
     """
     grids = [(n, ELEMENTS[arg.dtype]) for n, arg in enumerate(options.args) if arg.kind == "grid"]
     fields = ["const Params& p;", "const u32 batch, head;"]
@@ -308,6 +303,7 @@ def _start(options, quick):
         anew, given = [*anew, of_map], [*given, of_map]
     visits = [f"f({k}, {_head_start(n, e, 'batch', '0')});" for k, (n, e) in enumerate(grids)]
     head = "__device__ __forceinline__ Score(const Params& params, u32 of_batch, u32 of_head"
+    scale = "p.score_scale" if quick else "Accum(p.scale)"
     return [
         f"static constexpr int kStarts = {len(grids)};",
         *fields,
@@ -321,9 +317,7 @@ def _start(options, quick):
         "F f) {",
         *("    " + visit for visit in visits),
         "}",
-        *_function(
-            "Accum scaled(Accum x)", [f"return {'p.score_scale' if quick else 'Accum(p.scale)'} * x;"]
-        ),
+        *_function("Accum scaled(Accum x)", [f"return {scale} * x;"]),
     ]
 
 
@@ -355,7 +349,6 @@ def _result(arg):
 
 
 def _accessors(args):
-    """One function an argument: its element at a place, or its number."""
     lines = []
     for n, arg in enumerate(args):
         kind, outside = _result(arg)
@@ -388,7 +381,7 @@ def _free_body(n, arg, outside):
 
 
 def _fetch(n, arg):
-    """The accessor of an indexed argument once more, for functions that have no Score."""
+    """The accessor of an indexed argument for functions that have no Score."""
     kind, outside = _result(arg)
     head = ", ".join(["const Params& p", *(f"i64 x{a}" for a in range(arg.ndim))])
     head = f"static __device__ __forceinline__ {kind} fetch{n}({head}) {{"
@@ -423,7 +416,7 @@ def _dropout(options):
 
 
 def _gradients(options):
-    """For each gradient a struct that attn/score_gradients.cuh takes."""
+    """Structs for attn/score_gradients.cuh."""
     lines, summed = [], () if options.squared else options.gradients
     for gradient in summed:
         n = gradient.number
@@ -437,10 +430,10 @@ def _gradients(options):
 
 
 def _gradient_struct(gradient, number):
-    n, call = gradient.number, "(int i, int j)"
+    n = gradient.number
     functions = [
         *_function("Accum term(Accum s, int i, int j)", [f"return score.term{n}(s, i, j);"]),
-        *_function(f"i64 entry{call}", [f"return score.entry{n}(i, j);"]),
+        *_function("i64 entry(int i, int j)", [f"return score.entry{n}(i, j);"]),
         *_function("int seqlen_q()", ["return score.p.seqlen_q;"]),
         *_function("int seqlen_k()", ["return score.p.seqlen_k;"]),
         *_function(
@@ -458,19 +451,13 @@ def _gradient_struct(gradient, number):
     flags = {"kAlongI": gradient.along[0], "kAlongJ": gradient.along[1]}
     flags["kMeasured"] = gradient.measured
     constants = ", ".join(f"{name} = {str(on).lower()}" for name, on in flags.items())
-    return [
-        f"struct Gradient{n} {{",
-        *(
-            "    " + line
-            for line in (
-                f"static constexpr bool {constants};",
-                f"static constexpr int kWords = {gradient.words};",
-                "const Score& score;",
-                *functions,
-            )
-        ),
-        "};",
+    lines = [
+        f"static constexpr bool {constants};",
+        f"static constexpr int kWords = {gradient.words};",
+        "const Score& score;",
+        *functions,
     ]
+    return [f"struct Gradient{n} {{", *("    " + line for line in lines), "};"]
 
 
 def _entry(options, number, node):
@@ -496,14 +483,15 @@ def _entry(options, number, node):
 
 
 def _quotient(options):
-    """Divisions by numbers: times their inverses, which come as operands of instructions."""
+    """Divisions by numbers: times their inverses, operands of instructions."""
 
     def text(node, a, b):
         divisor = node.operands[1]
         if divisor.op == "const" and divisor.value:
             return f"({a} * {render(constant(1.0 / divisor.value))[1]})"
-        if divisor.op == "fetch" and options.args[divisor.value].kind == "scalar":
-            if options.args[divisor.value].dtype == "float32":
+        if divisor.op == "fetch":
+            arg = options.args[divisor.value]
+            if arg.kind == "scalar" and arg.dtype == "float32":
                 return f"({a} * inverse_number(p.arg{divisor.value}))"
         return f"({a} / {b})"
 
@@ -524,7 +512,7 @@ def depends(node, symbol) -> bool:
 
 
 def _indices(options):
-    """What a function of i and j begins with, and how it spells the symbols."""
+    """What a function of i and j begins with, and its spelling of symbols."""
     if not options.packed:
         return [], SYMBOLS
     return ["const PackedIndices at(p.q_places, p.k_places, i, j);"], PACKED_SYMBOLS
@@ -536,7 +524,7 @@ def _body(options, node, inverses=False):
 
 
 def _value_and_derivative(options, inverses):
-    """Both at once, since they share terms."""
+    """They share terms."""
     if options.program is None:
         return ["value = s, slope = 1;"]
     nodes = [options.program.value, options.program.derivative]
