@@ -324,7 +324,8 @@ def _divides(setting: Setting, tile) -> bool:
     rows, since more do not fit its registers.
     """
     if setting.family is sm90:
-        options, staged = Options.of(setting.seen), setting.staged if sm90.stages(setting.seen, tile) else None
+        options = Options.of(setting.seen)
+        staged = setting.staged if sm90.stages(setting.seen, tile) else None
         return sm90.takes(setting.seen, tile, options, setting.paired, staged)
     if setting.family is sm90_backward:
         return sm90_backward.takes(setting.seen, tile)
