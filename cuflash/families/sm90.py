@@ -124,7 +124,8 @@ def _score_tile(problem, options, paired, staged) -> Tile:
         return tile
     tile = _fitting_tile(problem, options, paired, staged)
     crowded = problem.bounded and (options.sinks or (options.dropout and bool(options.args)))
-    without = crowded or hides(problem) or problem.block_map or tile.block_m == 64
+    crowded = crowded or problem.packed or problem.block_map
+    without = crowded or hides(problem) or tile.block_m == 64
     return tile if without else replace(tile, turns=True)
 
 
@@ -225,8 +226,9 @@ def takes(problem, tile: Tile, options=None, paired=(), staged=None) -> bool:
         elif score_rows.reads_bits(options) and options.dropout and score_rows.changes(options):
             others += BITS_REGISTERS
         # One warpgroup alone has all that a thread can name, and nothing to spare.
-        others += PACKED_REGISTERS * problem.packed * (2 if tile.block_m == 64 else 1)
-        others += LONG_REGISTERS * score_rows.is_long(options)
+        long = score_rows.is_long(options)
+        others += PACKED_REGISTERS * problem.packed * (2 if long or tile.block_m == 64 else 1)
+        others += LONG_REGISTERS * long
     return accumulators + others <= registers(problem, tile)[1]
 
 

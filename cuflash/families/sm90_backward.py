@@ -105,7 +105,8 @@ def crowded(options: Options, widest: int, band: bool) -> bool:
     """Whether a score takes more than the tiles of 128 keys have registers for, as the compiler
     says: arrays by computed indices, many grids; beside a band one at each pair, or a long function.
     """
-    if _many_arrays(options):
+    kinds = [arg.kind for arg in options.args]
+    if "free" in kinds or kinds.count("grid") > 2:
         return True
     if not band or widest <= 64 or options.program is None:
         return False
@@ -114,11 +115,6 @@ def crowded(options: Options, widest: int, band: bool) -> bool:
         for arg in options.args
     )
     return by_pair or len(ordered(options.program.value)) > LONG_SCORE
-
-
-def _many_arrays(options: Options) -> bool:
-    kinds = [arg.kind for arg in options.args]
-    return "free" in kinds or kinds.count("grid") > 2
 
 
 def keeps_fragment(options: Options) -> bool:
@@ -271,8 +267,6 @@ def backward_plan(
         constants,
         products,
         # An inverse beside a number is one register more, which many arrays leave no room for.
-        score=score_text.text(
-            options, quick=True, inverses=not (tile.wide and _many_arrays(options))
-        ),
+        score=score_text.text(options, quick=True, inverses=len(options.args) <= 2),
         operands=score_text.rows(options, forward=False) + block_lists.rows(problem),
     )
