@@ -5,23 +5,6 @@ Of the families that can run the case the fastest is tuned, or the one that is n
 the table's own rows and a grid of others that fit the device's shared memory. All are built, each
 in its own process; those that spill registers or differ from the first row's result are named at
 the end. Without a GPU there are no times: what would be tried is printed with its registers.
-
-fwd_sm90.cu, measured on an H200, bfloat16, batch * seqlen = 16384, heads * head_dim = 2048: ratio
-to cuDNN in the same process, full | causal at 512, 2048 and 16384. Runs differ by 2 %, sessions by
-more: the tiles of the table came to 0.99, 0.95 and 0.98 at 512 causal in bench/results.
-
-    D    tile, stages  form         full               causal
-    64   192 x 128, 4  exact        1.14  1.14  1.16   1.01  1.15  1.16
-    64   192 x 128, 4  late, turns  1.17  1.23  1.27   0.99  1.15  1.25
-    64   128 x 128, 3  exact        0.96  0.98   -     0.87  0.99   -
-    128  192 x 80, 3   exact        1.02  1.15   -     0.93  1.22   -
-    128  192 x 80, 3   late         0.98  1.17  1.20   0.94  1.26  1.36
-    128  192 x 64, 4   exact        1.06  1.10  1.08   1.02  1.25  1.23
-    128  128 x 128, 2  exact        1.07  1.11  1.11   0.97  1.26  1.26
-    256  128 x 80, 2   late         1.01  1.13  1.19   0.88  1.11  1.28
-    256  128 x 64, 2   exact        1.16  1.18  1.18   0.99  1.22  1.31
-    256  128 x 64, 2   exact, turns 1.19  1.21  1.20   0.99  1.22  1.32
-    256  128 x 64, 2   late, turns  1.15  1.19  1.20   0.96  1.19  1.26
 """
 
 from __future__ import annotations
@@ -143,7 +126,6 @@ class Setting:
         """
         args = () if self.seen.program is None else self.seen.program.args
         return tuple(n for n, arg in enumerate(args) if pairable(arg))
-
 
     @property
     def staged(self) -> int | None:

@@ -1,3 +1,5 @@
+"""What cuflash.explain returns for GPU arrays."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""What kernels read beside q, k and v."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

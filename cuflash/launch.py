@@ -73,6 +73,9 @@ def _portable_step(problem, device, plan, operands, q, k, v, out, lse) -> Step:
 
 def _sm90_step(problem, device, plan, operands, staged, q, k, v, out, lse) -> Step:
     options = Options.of(problem)
+    scale = steps.scale_log2(problem, score_rows.changes(options))
+    if score_rows.is_capped(options):
+        scale = 1.0
     blocks, heads = _work(problem, plan)
     work, grid = blocks * heads, min(blocks * heads, device.num_sms)
     if work + 2 * grid > MAX_WORK:  # what blocks count up to before they stop
@@ -89,8 +92,7 @@ def _sm90_step(problem, device, plan, operands, staged, q, k, v, out, lse) -> St
         ),
         work,
         *steps.band_values(problem),
-        1.0 if score_rows.is_capped(options) else
-        steps.scale_log2(problem, score_rows.changes(options)),
+        scale,
         *operands.rest(problem, options, forward=True),
         *list_rest(problem, plan, operands),
         encoders=(

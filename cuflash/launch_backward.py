@@ -122,7 +122,9 @@ def _main_step(
     groups = [min(blocks, device.num_sms)] * 2
     if spread and turns and not problem.bounded:
         tile = tile or sm90_backward.tile_of(problem, options)
-        size, *groups = sm90_backward.turn_groups(problem, tile, device.num_sms, heads, options.squared)
+        size, *groups = sm90_backward.turn_groups(
+            problem, tile, device.num_sms, heads, options.squared
+        )
         section = [size, heads // size * size]
     elif options.squared:  # blocks of the same keys wait for each other
         size = min(section[0], device.num_sms)
@@ -285,12 +287,17 @@ def backward(
 def _wanted(problem, given: _Arrays, dargs, tile) -> tuple:
     """The gradients of arguments as the main kernel sums them."""
     wanted = gradients.gradients_of(problem, dargs)
-    if gradients.is_ds(problem, wanted, dargs):
-        access = steps.access_of(True, q=given.q, k=given.k, v=given.v, dout=given.dout)
-        device = steps.device_facts(given.q.data.device_id)
-        if choose(problem, device, access, "backward", tile)[0] is sm90_backward:
-            return (replace(wanted[0], words=0),)
-    return wanted
+    if not gradients.is_ds(problem, wanted, dargs):
+        return wanted
+    inputs, device_id = (given.q, given.k, given.v, given.dout), given.q.data.device_id
+
+    def is_hoppers():
+        access = steps.access_of(True, **dict(zip(("q", "k", "v", "dout"), inputs)))
+        device = steps.device_facts(device_id)
+        return choose(problem, device, access, "backward", tile)[0] is sm90_backward
+
+    key = "squares", problem, device_id, tile, steps.key_of(inputs, steps.starts_of(inputs))
+    return (replace(wanted[0], words=0),) if steps.prepared(key, is_hoppers) else wanted
 
 
 def _backward(problem, given, by_sink, deterministic, wanted, operands, tile) -> None:

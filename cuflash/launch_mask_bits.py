@@ -1,5 +1,5 @@
-"""Masks on the GPU as mask_bits.py would have them: lengths, ids with lists of blocks, or bits and the
-kernel in front of those that read them.
+"""Masks on the GPU as mask_bits.py would have them: lengths, ids with lists of blocks, or bits and
+the kernel in front of those that read them.
 """
 
 from __future__ import annotations

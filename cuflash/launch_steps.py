@@ -58,8 +58,8 @@ def stream_id(stream) -> int:
     return int(number)
 
 
-# What CUDA graphs write or read when they are launched again, so that nobody else may have its memory;
-# nothing tells when a graph is gone.
+# What CUDA graphs write or read when they are launched again, so that nobody else may have its
+# memory; nothing tells when a graph is gone.
 _held_by_graphs: list = []
 
 

@@ -388,7 +388,8 @@ struct QueryProducer {
                 mbarrier_wait(smem.staged_empty(group), staged_phase);
                 if (lane_id() == 0)
                     loader.load<kStagedPanels>(smem.staged(group), kQPanel, p.staged_map,
-                                               smem.staged_full(group), first_row + 64 * group, col);
+                                               smem.staged_full(group), first_row + 64 * group,
+                                               col);
             }
         }
     }

@@ -32,7 +32,7 @@ class Tile:
 
 
 # By the largest head dimensions that a row serves: tiles for up to so many keys with a band, and
-# without, as measured at 512 to 16384 (bench/tune.py has the figures).
+# without, as measured at 512 to 16384 (fwd_sm90.cu has the figures).
 MANY = 1 << 31
 _LATE_64 = Tile(192, 128, 4, late=True, turns=True)
 _LATE_96, _LATE_128 = Tile(192, 96, 3, late=True), Tile(192, 80, 3, late=True)
@@ -136,9 +136,9 @@ def _light_tile(problem, options) -> Tile | None:
     slopes, capped = score_rows.adds(options), score_rows.is_capped(options)
     if widest > 128 or others or arrays or hides(problem) or not (slopes or capped):
         return None
-    if widest <= 64:  # beside a band there are no registers for it
-        return None if problem.bounded else _LIGHT_64
-    return _SLOPES_128 if slopes else _CAPPED_128
+    if problem.bounded and (capped or widest <= 64):  # there are no registers for it
+        return None
+    return _LIGHT_64 if widest <= 64 else _SLOPES_128 if slopes else _CAPPED_128
 
 
 def _fitting_tile(problem, options, paired, staged) -> Tile:
@@ -163,7 +163,7 @@ def _fitting_tile(problem, options, paired, staged) -> Tile:
 
 def stages(problem, tile: Tile) -> bool:
     """Whether blocks of an array of the caller's can come by way of shared memory: whole panels. (At
-    256 the one case that was tried came out wrong; why is not known.)
+    256 the one case that was tried came out wrong, and why is not known.)
     """
     return tile.block_n % 64 == 0 and max(problem.head_dim, problem.head_dim_v) <= 128
 

@@ -51,45 +51,42 @@ __device__ __forceinline__ float near_tanh(float x) {
     for (int n = kTanhTerms - 2; n >= 0; --n) sum = fma_of(sum, square, tanh_term(n));
     return x * sum;
 }
-// 1 - 2 / (exp(2 x) + 1) where that is as precise.
+// 1 - 2 / (exp(2 x) + 1), which is as precise elsewhere: within 2^-20 of itself.
 __device__ __forceinline__ float far_tanh(float x) {
-    const float inverse = quick_inverse(exp2_of(fabsf(x) * 2.885390081777927f) + 1);
-    return fabsf(x) < kNearTanh ? near_tanh(x) : copysignf(fma_of(inverse, -2.f, 1.f), x);
+    return fma_of(quick_inverse(exp2_of(x * 2.885390081777927f) + 1), -2.f, 1.f);
 }
-// The same without a sign: within 2^-20 of itself, where results have 16 bits.
 __device__ __forceinline__ float quick_tanh(float x) {
-    const float inverse = quick_inverse(exp2_of(x * 2.885390081777927f) + 1);
-    return fabsf(x) < kNearTanh ? near_tanh(x) : fma_of(inverse, -2.f, 1.f);
+    const float far = far_tanh(x);  // before the choice, which then is no branch
+    return fabsf(x) <= kNearTanh ? near_tanh(x) : far;
 }
+// kNear: |x| is known to be near. Either way the same bits: what else a warp holds changes none.
 template <bool kNear> __device__ __forceinline__ float bent(float x) {
-    return kNear ? near_tanh(x) : far_tanh(x);
+    return kNear ? near_tanh(x) : quick_tanh(x);
 }
 inline constexpr float kLog2e = 1.44269504f;
-// unit * cap * tanh(scale * s / cap) with everything but s in the polynomial's terms.
+// log2(e) * cap * tanh(scale * s / cap) with everything but s in the polynomial's terms.
 struct CappedSeries {
     float terms[kTanhTerms];
     float cap, slope;
     float near;  // the largest |s| that the polynomial serves; -1: none, its terms could overflow
 
     CappedSeries() = default;
-    __device__ __forceinline__ CappedSeries(float scale, float of_cap, float unit)
-        : cap(of_cap * unit), slope(fabsf(scale / of_cap)) {
-        float power = scale * unit;
+    __device__ __forceinline__ CappedSeries(float scale, float of_cap)
+        : cap(of_cap * kLog2e), slope(fabsf(scale / of_cap)) {
+        float power = scale * kLog2e;
 #pragma unroll
         for (int n = 0; n < kTanhTerms; ++n) terms[n] = tanh_term(n) * power, power *= slope * slope;
         near = slope < 64 ? kNearTanh / slope : -1.f;
         if (scale < 0) slope = -slope;
     }
-    // The polynomial, plus x.
-    __device__ __forceinline__ float shifted(float s, float x) const {
+    template <bool kNear> __device__ __forceinline__ float at(float s) const {
         const float square = s * s;
         float sum = terms[kTanhTerms - 1];
 #pragma unroll
         for (int n = kTanhTerms - 2; n >= 0; --n) sum = fma_of(sum, square, terms[n]);
-        return fma_of(s, sum, x);
-    }
-    template <bool kNear> __device__ __forceinline__ float at(float s) const {
-        return kNear ? shifted(s, 0) : cap * far_tanh(s * slope);
+        if constexpr (kNear) return s * sum;
+        const float far = cap * far_tanh(s * slope);
+        return fabsf(s) <= near ? s * sum : far;
     }
     // No smaller than |at(s)| for |s| up to `most`.
     __device__ __forceinline__ float bound(float most) const { return fabsf(cap * slope) * most; }

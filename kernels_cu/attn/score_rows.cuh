@@ -51,7 +51,8 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     using Scores = Fragment<float, 1, kColTiles>;
     using Query = typename Score::Query;
     static constexpr bool kEvaluates = Score::kChanges || Score::kAdds;
-    static constexpr float kMostGrowth = 15;  // powers of two: weights are finite in 16 bits
+    // Powers of two, less than Softmax::kSlack: with a look for the maximum no reference would move.
+    static constexpr float kMostGrowth = 7.5f;
     Query queries[2];
     decltype(static_cast<const Score*>(nullptr)->dropout()) dropout;
     int first_row;
@@ -74,8 +75,9 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     // What pairs are computed with would begin before the product's end, and all pairs at once, with
     // registers for each: where that is much, it waits for a score. (No length is negative, which
     // the assembler cannot know.)
+    template <bool kWaits>
     static __device__ __forceinline__ int after(const Params& p, float x) {
-        return Score::kLong ? __float_as_int(x) & (p.seqlen_k >> 31) : 0;
+        return kWaits ? __float_as_int(x) & (p.seqlen_k >> 31) : 0;
     }
 
     // What the keys from `col` on need: before their product is started where that is a word or two,
@@ -91,12 +93,12 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     // What a warp's queries have of a staged block, which begins there.
     __device__ __forceinline__ void read_staged(u32 rows) { Score::read_staged(ahead, rows); }
     // f(score, query, half, n, r, key)
-    template <class F>
+    template <bool kWaits = Score::kLong, class F>
     __device__ __forceinline__ void for_each(const Params& p, Scores& s, int col, F f) const {
-        int first = first_key(col) + after(p, s.x[0][0][0]);
+        int first = first_key(col) + after<kWaits>(p, s.x[0][0][0]);
 #pragma unroll
         for (int n = 0; n < kColTiles; ++n) {
-            if (n > 0 && n % 2 == 0) first += after(p, s.x[0][n - 1][3]);
+            if (n > 0 && n % 2 == 0) first += after<kWaits>(p, s.x[0][n - 1][3]);
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 f(s.x[0][n][r], queries[r / 2], r / 2, n, r % 2,
@@ -107,15 +109,15 @@ template <class Score, int kColTiles> struct ScoreRows<Score, kColTiles, true> {
     template <bool kNear, bool kLooks, bool kShifted = false>
     __device__ __forceinline__ void evaluate(const Params& p, Scores& s, int col,
                                              const float (&reference)[2]) const {
-        for_each(p, s, col, [&](float& x, const Query& q, int half, int n, int r, Key j) {
+        constexpr bool kWaits = Score::kLong || !kNear;
+        const auto one = [&](float& x, const Query& q, int half, int n, int r, Key j) {
             const auto at = Score::elements(p, ahead, q, half, n, r, j);
-            if constexpr (kShifted)
-                x = Score::series(q).shifted(x, -reference[half]);
-            else if constexpr (kEvaluates)
-                x = Score::template value<kNear>(p, x, q, j, at);
+            if constexpr (kEvaluates) x = Score::template value<kNear>(p, x, q, j, at);
+            if constexpr (kShifted) x -= reference[half];
             if constexpr (kLooks && Score::kHides)
                 x = Score::visible(p, q, j, at) ? x : -infinity<float>();
-        });
+        };
+        for_each<kWaits>(p, s, col, one);
     }
     // The product becomes the score, -inf where the key is hidden if it `kLooks`. Keys behind the
     // sequence's end get any value. Returns whether the scores are relative to the references, which
