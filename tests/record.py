@@ -2,7 +2,8 @@
 
 On a machine with a GPU `python -m pytest` leaves .pytest_cache/gpu_session.json behind. Then
 
-    python tests/record.py --write                turns that green session into gpu_record.json
+    python tests/record.py --write                turns that green session into gpu_record.json;
+                                                  a suite run in parts: --session FILE FILE ...
     python tests/record.py --unverified GLOB WHY  lists files that changed since, with the reason
 
 test_record.py compares the record with the tree, so no kernel changes without a GPU run unnoticed.
@@ -34,6 +35,12 @@ WATCHED = (
     "cuflash/source*.py",
     "cuflash/families/*.py",
 )
+
+# What sessions of one record have in common.
+SAME = (
+    "files", "device", "compute_capability", "device_count", "driver", "cuda_runtime", "nvrtc",
+    "cupy", "numpy", "python",
+)  # fmt: skip
 
 
 def watched_files(root=ROOT):
@@ -81,6 +88,27 @@ def differences(record, files):
     return problems
 
 
+def merged(sessions):
+    """One session of several that ran different modules of the same tree on the same machine."""
+    first, *others = sessions
+    together = {key: value for key, value in first.items() if key not in ("seconds", "date")}
+    together["counts"] = dict(first["counts"])
+    together["modules"], together["chosen"] = list(first["modules"]), list(first["chosen"])
+    for other in others:
+        apart = [key for key in SAME if first.get(key) != other.get(key)]
+        if apart:
+            raise ValueError(f"the sessions differ in {', '.join(apart)}")
+        for outcome, count in other["counts"].items():
+            together["counts"][outcome] += count
+        together["exit_status"] = together["exit_status"] or other["exit_status"]
+        together["deselected"] += other["deselected"]
+        together["modules"] += other["modules"]
+        together["chosen"] += other["chosen"]
+    together["date"] = max(session["date"] for session in sessions)
+    together["seconds"] = sum(session.get("seconds", 0) for session in sessions)
+    return together
+
+
 def from_session(session, files, modules):
     """The record of a session, or ValueError with every reason why it proves nothing."""
     counts = session["counts"]
@@ -113,12 +141,14 @@ def from_session(session, files, modules):
     return {"files": files, "unverified": {}, "run": run}
 
 
-def write(session_path, record_path):
-    if not session_path.exists():
-        return f"no session of a machine with a GPU: {session_path.name} is missing"
+def write(session_paths, record_path):
+    for path in session_paths:
+        if not path.exists():
+            return f"no session of a machine with a GPU: {path.name} is missing"
     modules = [path.name for path in (ROOT / "tests").glob("test_*.py")]
     try:
-        record = from_session(json.loads(session_path.read_text()), watched_files(), modules)
+        session = merged([json.loads(path.read_text()) for path in session_paths])
+        record = from_session(session, watched_files(), modules)
     except ValueError as error:
         return f"not recorded: {error}"
     save(record, record_path)
@@ -151,7 +181,7 @@ def main(arguments=None):
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="record the last GPU session")
     action.add_argument("--unverified", nargs=2, metavar=("GLOB", "REASON"))
-    parser.add_argument("--session", type=Path, default=SESSION)
+    parser.add_argument("--session", type=Path, nargs="+", default=[SESSION])
     parser.add_argument("--record", type=Path, default=RECORD)
     chosen = parser.parse_args(arguments)
     if chosen.write:

@@ -59,6 +59,27 @@ def test_refused(change, reason):
         record.from_session({**SESSION, **change}, FILES, MODULES)
 
 
+def test_a_suite_in_parts():
+    """Each part's modules and counts; nothing that one part did wrong is lost in the sum."""
+    parts = [{**SESSION, "modules": [name], "seconds": 10} for name in MODULES]
+    together = record.from_session(record.merged(parts), FILES, MODULES)
+    assert together["run"]["counts"] == {"passed": 10, "failed": 0, "skipped": 2}
+    assert together["run"]["seconds"] == 20 and together["files"] == FILES
+    assert SESSION["counts"]["passed"] == 5
+    for change, reason in (
+        ({"exit_status": 1}, "failed"),
+        ({"counts": {"passed": 5, "failed": 1, "skipped": 0}}, "failed"),
+        ({"deselected": 1}, "deselected"),
+        ({"chosen": ["tests/test_b.py::test_x"]}, "single tests"),
+        ({"modules": ["test_a.py"]}, "did not run test_b.py"),
+        ({"files": {}}, "differ in files"),
+        ({"device": "Other GPU"}, "differ in device"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            whole = record.merged([parts[0], {**parts[1], **change}])
+            record.from_session(whole, FILES, MODULES)
+
+
 @pytest.mark.parametrize(
     "stored, expected",
     [
